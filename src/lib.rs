@@ -1,0 +1,6 @@
+//! Right Reset: cuts documents into chunks where a causal language model depends least on what came before.
+#![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
+
+pub mod index;
+pub mod segment;
+pub mod text;

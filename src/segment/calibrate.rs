@@ -1,0 +1,56 @@
+//! Finding the cut penalty that gives chunks of a wanted mean length.
+
+/// Penalties that are tried: no percentile less than the lower end is ever worth less than nothing, none above the upper end is cut.
+pub const PENALTY_RANGE: (f64, f64) = (-1.0, 2.0);
+
+/// The outcome of a calibration.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Calibration {
+    /// The penalty found, a multiple of 0.0001.
+    pub penalty: f64,
+    /// Mean tokens of a chunk at that penalty.
+    pub mean_tokens: f64,
+}
+
+/// Bisects the penalty, to 4 decimals, for which `tokens / chunks(penalty)` comes nearest to `target_mean`.
+///
+/// `chunks` gives the number of chunks of the whole sample at a penalty; it never rises with the penalty.
+pub fn calibrate<E>(tokens: u64, target_mean: f64, mut chunks: impl FnMut(f64) -> Result<u64, E>) -> Result<Calibration, E> {
+    let penalty = |step: i32| f64::from(step) / 10_000.0;
+    let mut mean = |step: i32| -> Result<f64, E> { Ok(tokens as f64 / chunks(penalty(step))?.max(1) as f64) };
+    let mut low = (PENALTY_RANGE.0 * 10_000.0) as i32;
+    let mut high = (PENALTY_RANGE.1 * 10_000.0) as i32;
+    let (mut at_low, mut at_high) = (mean(low)?, mean(high)?);
+    // Invariant: mean(low) <= target_mean <= mean(high), where the range allows.
+    while high - low > 1 {
+        let middle = low + (high - low) / 2;
+        let value = mean(middle)?;
+        if value <= target_mean {
+            (low, at_low) = (middle, value);
+        } else {
+            (high, at_high) = (middle, value);
+        }
+    }
+    let nearer_low = (target_mean - at_low).abs() <= (at_high - target_mean).abs();
+    let (step, mean_tokens) = if nearer_low { (low, at_low) } else { (high, at_high) };
+    Ok(Calibration { penalty: penalty(step), mean_tokens })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finds_the_penalty_of_a_known_curve() {
+        // Chunks fall linearly from 400 at -1 to 100 at 2.
+        let chunks = |p: f64| Ok::<_, ()>((300.0 - 100.0 * p).round() as u64);
+        let found = calibrate(30_000, 150.0, chunks).unwrap();
+        assert!((found.mean_tokens - 150.0).abs() < 0.5 && (found.penalty - 1.0).abs() < 0.01, "{found:?}");
+    }
+
+    #[test]
+    fn a_mean_out_of_reach_gives_the_end_of_the_range() {
+        let found = calibrate(1000, 1e9, |_| Ok::<_, ()>(10)).unwrap();
+        assert_eq!(found.mean_tokens, 100.0);
+    }
+}

@@ -1,0 +1,12 @@
+//! Segmentation: percentiles of scores, the exact dynamic programs, and the calibration of a cut penalty.
+//!
+//! Knows nothing but numbers. Promises: the result equals brute force on any machine, since every term is rounded once to a multiple
+//! of 2^-32 and summed as an integer.
+
+mod calibrate;
+mod percentile;
+mod program;
+
+pub use calibrate::{Calibration, PENALTY_RANGE, calibrate};
+pub use percentile::percentiles;
+pub use program::{Cut, Limits, Segmentation, SegmentError, fixed_count, open_count};

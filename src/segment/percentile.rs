@@ -1,0 +1,43 @@
+//! The utility of an edge: its average-rank percentile within the document.
+
+/// Average-rank percentiles: average rank / number of scores, in (0, 1]; equal scores (and -0 and 0) share their ranks' average.
+///
+/// NaN scores are not counted and give NaN.
+#[must_use]
+pub fn percentiles(scores: &[f32]) -> Vec<f64> {
+    let mut order: Vec<usize> = (0..scores.len()).filter(|&i| !scores[i].is_nan()).collect();
+    // Adding 0 turns -0 into 0, so that `total_cmp` sees them as equal.
+    let value = |i: usize| scores[i] + 0.0;
+    order.sort_unstable_by(|&a, &b| value(a).total_cmp(&value(b)).then(a.cmp(&b)));
+    let mut out = vec![f64::NAN; scores.len()];
+    let mut first = 0;
+    while first < order.len() {
+        let tied = order[first..].iter().take_while(|&&i| value(i) == value(order[first])).count();
+        // Ranks first+1 ..= first+tied; twice their average is an integer, so the quotient is rounded once.
+        let utility = (2 * first + tied + 1) as f64 / (2 * order.len()) as f64;
+        for &i in &order[first..first + tied] {
+            out[i] = utility;
+        }
+        first += tied;
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::percentiles;
+
+    #[test]
+    fn ties_share_their_average_rank() {
+        assert_eq!(percentiles(&[3.0, 1.0, 1.0, 2.0]), [1.0, 0.375, 0.375, 0.75]);
+        assert_eq!(percentiles(&[0.0, -0.0]), [0.75, 0.75]);
+    }
+
+    #[test]
+    fn nan_is_not_counted() {
+        let p = percentiles(&[f32::NAN, 5.0, 4.0]);
+        assert!(p[0].is_nan());
+        assert_eq!(p[1..], [1.0, 0.5]);
+        assert!(percentiles(&[]).is_empty());
+    }
+}

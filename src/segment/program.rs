@@ -1,0 +1,386 @@
+//! Exact dynamic programs over edges (paper section 3.3 and appendix A.3; design section 2).
+
+use std::cmp::Ordering;
+
+/// Lengths of chunks, in tokens, and what they cost.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Limits {
+    /// Soft target T of a chunk; at least 1.
+    pub target: u32,
+    /// Hard minimum Lmin.
+    pub min: u32,
+    /// Hard maximum Lmax; at least `min` and at least 1.
+    pub max: u32,
+    /// Length coefficient lambda; not negative.
+    pub length_weight: f64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { target: 192, min: 48, max: 384, length_weight: 0.02 }
+    }
+}
+
+/// A place where the program may cut.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Cut {
+    /// Tokens on its left; ascending along a document, above 0 and below its length.
+    pub token: u32,
+    /// Utility of a candidate in (0, 1]; `None` for a fallback edge, whose utility is 0.
+    pub utility: Option<f64>,
+}
+
+/// A solved document.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Segmentation {
+    /// Indices of the chosen edges, ascending. There is one chunk more than cuts.
+    pub cuts: Vec<usize>,
+    /// Tokens above Lmax, summed over chunks.
+    pub tokens_over: u64,
+    /// Tokens below Lmin, summed over chunks.
+    pub tokens_under: u64,
+    /// Cuts at fallback edges.
+    pub fallback_cuts: u32,
+}
+
+impl Segmentation {
+    /// Whether a limit gave way: one of the three counts is above 0, but for a one-chunk document shorter than Lmin.
+    #[must_use]
+    pub fn limits_relaxed(&self) -> bool {
+        self.tokens_over > 0 || self.fallback_cuts > 0 || (self.tokens_under > 0 && !self.cuts.is_empty())
+    }
+}
+
+/// Why a document cannot be segmented as asked.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SegmentError {
+    /// No path through the edges has that many chunks.
+    #[error("cannot be cut into {count} chunks: its edges allow {least} to {most}; the nearest feasible count is {nearest}")]
+    InfeasibleCount {
+        /// The count asked for.
+        count: u32,
+        /// Fewest chunks.
+        least: u32,
+        /// Most chunks.
+        most: u32,
+        /// The feasible count nearest to it.
+        nearest: u32,
+    },
+    /// A fixed-count program would need too large a table.
+    #[error("{count} chunks over {edges} edges need a larger table than the fixed-count program allows; use an open count")]
+    TooLarge {
+        /// The count asked for.
+        count: u32,
+        /// Edges of the document.
+        edges: usize,
+    },
+}
+
+/// Entries the table of the fixed-count program may have.
+const MAX_TABLE: usize = 1 << 27;
+
+/// What a way to finish a document costs, in the order of comparison; the smallest is the best.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+struct Cost {
+    over: u64,
+    under: u64,
+    fallback: u32,
+    /// Length term minus utilities, in multiples of 2^-32.
+    value: i128,
+    cuts: u32,
+}
+
+impl Cost {
+    fn plus(self, other: Self) -> Self {
+        Self {
+            over: self.over + other.over,
+            under: self.under + other.under,
+            fallback: self.fallback + other.fallback,
+            value: self.value + other.value,
+            cuts: self.cuts + other.cuts,
+        }
+    }
+}
+
+/// Rounds a term to a multiple of 2^-32, halves upwards (as `Math.round` does), saturating.
+fn fixed(term: f64) -> i128 {
+    (term * 4_294_967_296.0 + 0.5).floor() as i128
+}
+
+/// Costs of chunks and cuts of one document.
+struct Costs {
+    limits: Limits,
+    /// Cost of a chunk of 0..=Lmax tokens.
+    short: Vec<Cost>,
+}
+
+impl Costs {
+    fn new(limits: Limits, tokens: u32) -> Self {
+        let short = (0..=limits.max.min(tokens)).map(|len| Self::of_length(&limits, len)).collect();
+        Self { limits, short }
+    }
+
+    fn of_length(limits: &Limits, len: u32) -> Cost {
+        let target = f64::from(limits.target);
+        let ratio = (f64::from(len) - target) / target;
+        Cost {
+            over: u64::from(len.saturating_sub(limits.max)),
+            under: u64::from(limits.min.saturating_sub(len)),
+            value: fixed(limits.length_weight * (ratio * ratio)),
+            ..Cost::default()
+        }
+    }
+
+    fn chunk(&self, len: u32) -> Cost {
+        self.short.get(len as usize).copied().unwrap_or_else(|| Self::of_length(&self.limits, len))
+    }
+}
+
+/// What choosing each edge costs: `rho - u`, rounded once.
+fn cut_costs(edges: &[Cut], penalty: f64) -> Vec<Cost> {
+    let one = |edge: &Cut| Cost {
+        fallback: u32::from(edge.utility.is_none()),
+        value: -fixed(edge.utility.unwrap_or(0.0) - penalty),
+        cuts: 1,
+        ..Cost::default()
+    };
+    edges.iter().map(one).collect()
+}
+
+/// Positions of the start, the edges and the end: node 0, nodes 1..=edges, and the last node.
+fn nodes(edges: &[Cut], tokens: u32) -> Vec<u32> {
+    std::iter::once(0).chain(edges.iter().map(|e| e.token)).chain([tokens]).collect()
+}
+
+/// Last node that a chunk from `node` may end at: the farthest within Lmax, or the next one if that is farther.
+fn reach(at: &[u32], node: usize, max: u32, from: usize) -> usize {
+    let mut last = from.max(node + 1);
+    while last + 1 < at.len() && at[last + 1] - at[node] <= max {
+        last += 1;
+    }
+    last
+}
+
+/// Open-count segmentation: chooses cuts C to maximise
+///
+/// ```text
+/// sum over b in C of (u(b) - rho)  -  lambda * sum over chunks of ((len - T) / T)^2
+/// ```
+///
+/// (paper appendix A.3) after minimising, in this order, tokens above Lmax, tokens below Lmin and fallback cuts; `penalty` is rho. Ties
+/// go to fewer cuts, then to the lexicographically smallest list of cuts. O(edges x edges within Lmax).
+#[must_use]
+pub fn open_count(edges: &[Cut], tokens: u32, limits: &Limits, penalty: f64) -> Segmentation {
+    let at = nodes(edges, tokens);
+    let end = at.len() - 1;
+    let costs = Costs::new(*limits, tokens);
+    let cut = cut_costs(edges, penalty);
+
+    // Backwards over nodes: the best way to go on from each, and the next node on it. The first of equals is the smallest next cut.
+    let mut best = vec![Cost::default(); end + 1];
+    let mut next = vec![0_u32; end + 1];
+    for node in (0..end).rev() {
+        let mut chosen: Option<(Cost, usize)> = None;
+        let mut to = node + 1;
+        loop {
+            let mut cost = costs.chunk(at[to] - at[node]).plus(best[to]);
+            if to < end {
+                cost = cost.plus(cut[to - 1]);
+            }
+            if chosen.is_none_or(|(c, _)| cost < c) {
+                chosen = Some((cost, to));
+            }
+            to += 1;
+            if to > end || at[to] - at[node] > limits.max {
+                break;
+            }
+        }
+        if let Some((cost, to)) = chosen {
+            best[node] = cost;
+            next[node] = to as u32;
+        }
+    }
+    let mut cuts = Vec::new();
+    let mut node = next[0] as usize;
+    while node < end {
+        cuts.push(node - 1);
+        node = next[node] as usize;
+    }
+    finish(best[0], cuts)
+}
+
+/// Fixed-count segmentation: [`open_count`] with exactly `count` chunks and rho = 0 (paper equation 4).
+///
+/// # Errors
+/// [`SegmentError::InfeasibleCount`] if no choice of edges gives that many chunks, [`SegmentError::TooLarge`] if the table of
+/// `count` x `edges` entries would be too large.
+pub fn fixed_count(edges: &[Cut], tokens: u32, limits: &Limits, count: u32) -> Result<Segmentation, SegmentError> {
+    let at = nodes(edges, tokens);
+    let end = at.len() - 1;
+    let most = end as u32;
+    let mut least = 0;
+    let mut node = 0;
+    while node < end {
+        node = reach(&at, node, limits.max, node + 1);
+        least += 1;
+    }
+    if count < least || count > most {
+        return Err(SegmentError::InfeasibleCount { count, least, most, nearest: count.clamp(least, most) });
+    }
+    let rows = count as usize;
+    if rows.saturating_mul(end + 1) > MAX_TABLE {
+        return Err(SegmentError::TooLarge { count, edges: edges.len() });
+    }
+    let costs = Costs::new(*limits, tokens);
+    let cut = cut_costs(edges, 0.0);
+
+    // best[node]: the cheapest way to finish from node with k chunks; next[k - 1][node]: the node it goes to first.
+    let mut best: Vec<Option<Cost>> = vec![None; end + 1];
+    best[end] = Some(Cost::default());
+    let mut next = vec![0_u32; rows * (end + 1)];
+    for k in 0..rows {
+        let mut now: Vec<Option<Cost>> = vec![None; end + 1];
+        let mut last = end;
+        for node in (0..end).rev() {
+            while last > node + 1 && at[last] - at[node] > limits.max {
+                last -= 1;
+            }
+            for to in node + 1..=last {
+                let Some(rest) = best[to] else { continue };
+                let mut cost = costs.chunk(at[to] - at[node]).plus(rest);
+                if to < end {
+                    cost = cost.plus(cut[to - 1]);
+                }
+                if now[node].is_none_or(|c| cost.cmp(&c) == Ordering::Less) {
+                    now[node] = Some(cost);
+                    next[k * (end + 1) + node] = to as u32;
+                }
+            }
+        }
+        best = now;
+    }
+    let mut cuts = Vec::new();
+    let mut node = 0;
+    for k in (0..rows).rev() {
+        node = next[k * (end + 1) + node] as usize;
+        if node < end {
+            cuts.push(node - 1);
+        }
+    }
+    Ok(finish(best[0].unwrap_or_default(), cuts))
+}
+
+fn finish(cost: Cost, cuts: Vec<usize>) -> Segmentation {
+    Segmentation { cuts, tokens_over: cost.over, tokens_under: cost.under, fallback_cuts: cost.fallback }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Every choice of cuts that obeys the predecessor rule, scored term by term as the design states it.
+    fn brute_force(edges: &[Cut], tokens: u32, limits: &Limits, penalty: f64, count: Option<usize>) -> Option<Vec<usize>> {
+        let mut found: Option<((u64, u64, u32, i128, usize), Vec<usize>)> = None;
+        for mask in 0..1_u32 << edges.len() {
+            let cuts: Vec<usize> = (0..edges.len()).filter(|i| mask >> i & 1 == 1).collect();
+            if count.is_some_and(|k| cuts.len() + 1 != k) {
+                continue;
+            }
+            let ends: Vec<u32> =
+                std::iter::once(0).chain(cuts.iter().map(|&i| edges[i].token)).chain([tokens]).collect();
+            let allowed = ends.windows(2).all(|w| {
+                w[1] - w[0] <= limits.max || edges.iter().all(|e| e.token <= w[0] || e.token >= w[1])
+            });
+            if !allowed {
+                continue;
+            }
+            let (mut over, mut under, mut value) = (0, 0, 0_i128);
+            for w in ends.windows(2) {
+                let len = w[1] - w[0];
+                over += u64::from(len.saturating_sub(limits.max));
+                under += u64::from(limits.min.saturating_sub(len));
+                let ratio = (f64::from(len) - f64::from(limits.target)) / f64::from(limits.target);
+                value += (limits.length_weight * (ratio * ratio) * 2f64.powi(32) + 0.5).floor() as i128;
+            }
+            let fallback = cuts.iter().filter(|&&i| edges[i].utility.is_none()).count() as u32;
+            for &i in &cuts {
+                value -= ((edges[i].utility.unwrap_or(0.0) - penalty) * 2f64.powi(32) + 0.5).floor() as i128;
+            }
+            let key = ((over, under, fallback, value, cuts.len()), cuts);
+            if found.as_ref().is_none_or(|f| key < *f) {
+                found = Some(key);
+            }
+        }
+        found.map(|f| f.1)
+    }
+
+    fn case() -> impl Strategy<Value = (Vec<Cut>, u32, Limits)> {
+        let utility = prop_oneof![
+            1 => Just(None),
+            4 => (1u32..=8).prop_map(|i| Some(f64::from(i) / 8.0)),
+        ];
+        (proptest::collection::vec((1u32..14, utility), 0..10), 1u32..14, 1u32..12, 0u32..12, 0u32..20, prop_oneof![Just(0.0), 0.0..0.5f64])
+            .prop_map(|(gaps, tail, target, min, extra, length_weight)| {
+                let mut token = 0;
+                let edges: Vec<Cut> = gaps
+                    .into_iter()
+                    .map(|(gap, utility)| {
+                        token += gap;
+                        Cut { token, utility }
+                    })
+                    .collect();
+                (edges, token + tail, Limits { target, min, max: (min + extra).max(1), length_weight })
+            })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(4000))]
+
+        #[test]
+        fn open_count_equals_brute_force((edges, tokens, limits) in case(), penalty in prop_oneof![Just(0.5), -0.5..1.5f64]) {
+            let expected = brute_force(&edges, tokens, &limits, penalty, None).unwrap();
+            prop_assert_eq!(open_count(&edges, tokens, &limits, penalty).cuts, expected);
+        }
+
+        #[test]
+        fn fixed_count_equals_brute_force((edges, tokens, limits) in case(), count in 1u32..13) {
+            let expected = brute_force(&edges, tokens, &limits, 0.0, Some(count as usize));
+            match fixed_count(&edges, tokens, &limits, count) {
+                Ok(got) => prop_assert_eq!(Some(got.cuts), expected),
+                Err(SegmentError::InfeasibleCount { nearest, .. }) => {
+                    prop_assert_eq!(expected, None);
+                    // The count it names works, and no count between does.
+                    prop_assert!(fixed_count(&edges, tokens, &limits, nearest).is_ok());
+                    let (low, high) = (nearest.min(count), nearest.max(count));
+                    for between in low + 1..high {
+                        prop_assert!(fixed_count(&edges, tokens, &limits, between).is_err());
+                    }
+                }
+                Err(other) => prop_assert!(false, "{other}"),
+            }
+        }
+    }
+
+    #[test]
+    fn relaxed_only_where_a_limit_gave_way() {
+        let limits = Limits { target: 10, min: 5, max: 20, length_weight: 0.02 };
+        assert!(!open_count(&[], 3, &limits, 0.5).limits_relaxed(), "a document shorter than Lmin is one chunk");
+        assert!(open_count(&[], 21, &limits, 0.5).limits_relaxed(), "nothing to cut at");
+        let fallback = [Cut { token: 11, utility: None }];
+        let got = open_count(&fallback, 22, &limits, 0.5);
+        assert_eq!((got.cuts.len(), got.limits_relaxed()), (1, true));
+        let fine = open_count(&[Cut { token: 11, utility: Some(1.0) }], 22, &limits, 0.5);
+        assert!(!fine.limits_relaxed());
+    }
+
+    #[test]
+    fn ties_go_to_fewer_cuts_then_to_the_smallest_list() {
+        let limits = Limits { target: 10, min: 0, max: 100, length_weight: 0.0 };
+        let edges: Vec<Cut> = [5, 10, 15].map(|token| Cut { token, utility: Some(0.5) }).to_vec();
+        assert!(open_count(&edges, 20, &limits, 0.5).cuts.is_empty());
+        assert_eq!(fixed_count(&edges, 20, &limits, 3).unwrap().cuts, [0, 1]);
+    }
+}
