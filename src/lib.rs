@@ -2,5 +2,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
 
 pub mod index;
+pub mod model;
+pub mod score;
 pub mod segment;
 pub mod text;

@@ -1,0 +1,122 @@
+//! Causal attention within one sequence, in blocks of queries.
+
+use super::kernels::{self, Isa, PANEL, Store, View};
+use super::Buffer;
+
+/// Queries whose scores are held at once: memory for a sequence of n tokens is `QUERIES x n` floats, never n x n.
+const QUERIES: usize = 48;
+
+/// Heads of an attention layer. Query heads share key and value heads in groups of `heads / kv_heads`.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionShape {
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Floats of a head.
+    pub head_dim: usize,
+    /// What scores are multiplied by before the softmax.
+    pub scale: f32,
+}
+
+impl AttentionShape {
+    /// Floats of a row that holds queries, keys and values.
+    #[must_use]
+    pub fn qkv(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+}
+
+/// Buffers of [`causal_attention`].
+#[derive(Debug, Default)]
+pub struct AttentionScratch {
+    keys: Buffer,
+    values: Buffer,
+    scores: Buffer,
+}
+
+/// Attends each token of one sequence to itself and the tokens before it.
+///
+/// `qkv` holds a row of queries, keys and values per token ([`AttentionShape::qkv`] floats); `out` gets `heads x head_dim` floats a row.
+pub fn causal_attention(shape: AttentionShape, qkv: &[f32], out: &mut [f32], scratch: &mut AttentionScratch) {
+    let isa = Isa::best();
+    let AttentionShape { heads, kv_heads, head_dim, scale } = shape;
+    let (row, group, width) = (shape.qkv(), heads / kv_heads, heads * head_dim);
+    let tokens = qkv.len() / row;
+    let key_panels = tokens.div_ceil(PANEL);
+    let value_panels = head_dim.div_ceil(PANEL);
+    let keys = scratch.keys.get(key_panels * PANEL * head_dim);
+    let values = scratch.values.get(value_panels * PANEL * tokens);
+    let scores = scratch.scores.get(QUERIES.min(tokens) * tokens);
+
+    for kv in 0..kv_heads {
+        let (key_at, value_at) = ((heads + kv) * head_dim, (heads + kv_heads + kv) * head_dim);
+        for (t, row) in qkv.chunks_exact(row).enumerate() {
+            let panel = &mut keys[(t / PANEL) * PANEL * head_dim..];
+            for (i, v) in row[key_at..key_at + head_dim].iter().enumerate() {
+                panel[i * PANEL + t % PANEL] = *v;
+            }
+            for (p, part) in row[value_at..value_at + head_dim].chunks(PANEL).enumerate() {
+                let at = p * PANEL * tokens + t * PANEL;
+                values[at..at + part.len()].copy_from_slice(part);
+                values[at + part.len()..at + PANEL].fill(0.0);
+            }
+        }
+        for head in kv * group..(kv + 1) * group {
+            for first in (0..tokens).step_by(QUERIES) {
+                let rows = QUERIES.min(tokens - first);
+                let seen = first + rows;
+                let queries = View { rows, width: head_dim, stride: row };
+                let q = &qkv[first * row + head * head_dim..];
+                kernels::product(isa, q, queries, keys, seen, scores, seen, Store::Set);
+                for (r, scores) in scores.chunks_exact_mut(seen).take(rows).enumerate() {
+                    kernels::softmax(isa, scores, first + r + 1, scale);
+                }
+                // The values of a head are `seen` rows deep: each panel is cut to them.
+                for p in 0..value_panels {
+                    let panel = &values[p * PANEL * tokens..][..PANEL * seen];
+                    let columns = (head_dim - p * PANEL).min(PANEL);
+                    let target = &mut out[first * width + head * head_dim + p * PANEL..];
+                    let view = View { rows, width: seen, stride: seen };
+                    kernels::product(isa, scores, view, panel, columns, target, width, Store::Set);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equals_the_definition_for_every_length_and_ignores_what_follows() {
+        let shape = AttentionShape { heads: 4, kv_heads: 2, head_dim: 40, scale: 0.2 };
+        let row = shape.qkv();
+        let tokens = 117;
+        let qkv: Vec<f32> = (0..tokens * row).map(|i| ((i * 7919 % 1009) as f32 / 1009.0 - 0.5) * 3.0).collect();
+        let mut scratch = AttentionScratch::default();
+        let mut whole = vec![0.0; tokens * 160];
+        causal_attention(shape, &qkv, &mut whole, &mut scratch);
+        for t in [0, 1, 31, 47, 48, 95, 116] {
+            for head in 0..4 {
+                let q = &qkv[t * row + head * 40..][..40];
+                let at = |j: usize, from: usize| &qkv[j * row + from..][..40];
+                let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum::<f64>();
+                let raw: Vec<f64> = (0..=t).map(|j| dot(q, at(j, (4 + head / 2) * 40)) * 0.2).collect();
+                let top = raw.iter().copied().fold(f64::MIN, f64::max);
+                let sum: f64 = raw.iter().map(|s| (s - top).exp()).sum();
+                for i in 0..40 {
+                    let exact: f64 = (0..=t).map(|j| (raw[j] - top).exp() / sum * f64::from(at(j, (6 + head / 2) * 40)[i])).sum();
+                    assert!((f64::from(whole[t * 160 + head * 40 + i]) - exact).abs() < 1e-5);
+                }
+            }
+        }
+        // A shorter sequence has the same bits: what comes later is never seen.
+        for short in [1, 20, 50, 100] {
+            let mut out = vec![0.0; short * 160];
+            causal_attention(shape, &qkv[..short * row], &mut out, &mut scratch);
+            assert_eq!(out, whole[..short * 160]);
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! The operations of which architecture files are made. Nothing else knows how weights are stored.
+//!
+//! All work on row-major `f32` slices on the calling thread, row by row: the bits of a row never depend on the rows beside it.
+
+mod attention;
+mod kernels;
+
+pub use attention::{AttentionScratch, AttentionShape, causal_attention};
+use kernels::{Aligned, Isa, PANEL, Store, View};
+
+use super::ModelError;
+
+/// Rows that go through a run of products at once: few enough that their activations stay in the second-level cache.
+pub const ROW_TILE: usize = 96;
+
+/// A float buffer that keeps its memory between uses.
+#[derive(Debug, Clone, Default)]
+pub struct Buffer(Aligned);
+
+impl Buffer {
+    /// The first `len` floats, whatever they hold.
+    pub fn get(&mut self, len: usize) -> &mut [f32] {
+        self.0.reserve(len);
+        &mut self.0.as_mut_slice()[..len]
+    }
+}
+
+/// Whether a product replaces its output or is added to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Output {
+    /// Replace.
+    Set,
+    /// Add, as a residual connection does.
+    Add,
+}
+
+/// A linear layer `y = x W^T + b`, its weights packed for the product kernels.
+#[derive(Debug, Clone)]
+pub struct Linear {
+    inputs: usize,
+    outputs: usize,
+    panels: Aligned,
+    bias: Option<Vec<f32>>,
+}
+
+impl Linear {
+    /// Packs weights of shape `outputs x inputs`, given as consecutive blocks of rows (so that several layers over one input become
+    /// one product), and an optional bias for all outputs.
+    ///
+    /// # Errors
+    /// [`ModelError::Shape`] if a block is not whole rows or the bias has another length.
+    pub fn pack(inputs: usize, blocks: &[Vec<f32>], bias: Option<Vec<f32>>) -> Result<Self, ModelError> {
+        let floats: usize = blocks.iter().map(Vec::len).sum();
+        let outputs = floats / inputs.max(1);
+        let whole = inputs > 0 && blocks.iter().all(|b| b.len() % inputs == 0);
+        if !whole || bias.as_ref().is_some_and(|b| b.len() != outputs) {
+            return Err(ModelError::Shape(format!("a layer of {inputs} inputs got weights of {floats} floats or a bias of another size")));
+        }
+        let mut panels = Aligned::default();
+        panels.reserve(outputs.div_ceil(PANEL) * PANEL * inputs);
+        let packed = panels.as_mut_slice();
+        for (j, row) in blocks.iter().flat_map(|b| b.chunks_exact(inputs)).enumerate() {
+            let base = (j / PANEL) * PANEL * inputs + j % PANEL;
+            for (i, value) in row.iter().enumerate() {
+                packed[base + i * PANEL] = *value;
+            }
+        }
+        Ok(Self { inputs, outputs, panels, bias })
+    }
+
+    /// Outputs of a row.
+    #[must_use]
+    pub fn outputs(&self) -> usize {
+        self.outputs
+    }
+
+    /// Computes all rows of `x` (`rows x inputs`) into `out` (`rows x outputs`).
+    pub fn forward(&self, x: &[f32], out: &mut [f32], output: Output) {
+        let rows = x.len() / self.inputs;
+        let view = View { rows, width: self.inputs, stride: self.inputs };
+        let store = if output == Output::Add { Store::Add } else { Store::Set };
+        kernels::product(Isa::best(), x, view, self.panels.as_slice(), self.outputs, out, self.outputs, store);
+        if let Some(bias) = &self.bias {
+            for row in out.chunks_exact_mut(self.outputs) {
+                for (value, b) in row.iter_mut().zip(bias) {
+                    *value += b;
+                }
+            }
+        }
+    }
+}
+
+/// Token embeddings: `vocab x hidden`.
+#[derive(Debug, Clone)]
+pub struct Embedding {
+    hidden: usize,
+    table: Vec<f32>,
+}
+
+impl Embedding {
+    /// Takes a table of rows of `hidden` floats.
+    #[must_use]
+    pub fn new(hidden: usize, table: Vec<f32>) -> Self {
+        Self { hidden, table }
+    }
+
+    /// Writes the embedding of each id into a row of `out`.
+    ///
+    /// # Errors
+    /// [`ModelError::TokenId`] for an id outside the table.
+    pub fn forward(&self, ids: &[u32], out: &mut [f32]) -> Result<(), ModelError> {
+        for (row, &id) in out.chunks_exact_mut(self.hidden).zip(ids) {
+            let start = id as usize * self.hidden;
+            let source = self.table.get(start..start + self.hidden).ok_or(ModelError::TokenId {
+                id,
+                vocab: self.table.len() / self.hidden,
+            })?;
+            row.copy_from_slice(source);
+        }
+        Ok(())
+    }
+}
+
+/// RMS normalisation: `x / sqrt(mean(x^2) + eps) * weight`.
+#[derive(Debug, Clone)]
+pub struct RmsNorm {
+    weight: Vec<f32>,
+    eps: f32,
+}
+
+impl RmsNorm {
+    /// A norm with one weight per feature.
+    #[must_use]
+    pub fn new(weight: Vec<f32>, eps: f32) -> Self {
+        Self { weight, eps }
+    }
+
+    /// Normalises each row of `x` into `out`.
+    pub fn forward(&self, x: &[f32], out: &mut [f32]) {
+        let width = self.weight.len();
+        for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
+            kernels::rms_norm(Isa::best(), x, &self.weight, self.eps, out);
+        }
+    }
+}
+
+/// `out = silu(gate) * up` for rows that hold gate, then up (`2 x width` floats in, `width` out).
+pub fn silu_mul(gate_up: &[f32], width: usize, out: &mut [f32]) {
+    for (x, out) in gate_up.chunks_exact(2 * width).zip(out.chunks_exact_mut(width)) {
+        kernels::silu_mul(Isa::best(), x, out);
+    }
+}
+
+/// Cosine of two vectors, in [-1, 1] up to rounding; each norm is at least 1e-8, as in PyTorch.
+#[must_use]
+pub fn cosine(a: &[f32], b: &[f32]) -> f64 {
+    let isa = Isa::best();
+    let norm = |v: &[f32]| f64::from(kernels::dot(isa, v, v)).sqrt().max(1e-8);
+    f64::from(kernels::dot(isa, a, b)) / (norm(a) * norm(b))
+}
+
+/// How a checkpoint stretches its rotary frequencies.
+#[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RotaryScaling {
+    /// Not at all.
+    None,
+    /// Every frequency divided by a factor.
+    Linear(f32),
+    /// Llama 3's: low frequencies divided by a factor, high ones kept, smooth between.
+    Llama3 {
+        /// What low frequencies are divided by.
+        factor: f32,
+        /// Wavelengths above `original_context / low` are low frequencies.
+        low: f32,
+        /// Wavelengths below `original_context / high` are high frequencies.
+        high: f32,
+        /// Context length of the first training.
+        original_context: f32,
+    },
+    /// Each frequency divided by a factor of its own.
+    PerFrequency(Vec<f32>),
+}
+
+/// Rotary position embedding in the halves layout, tables in f32 for every position that can occur.
+#[derive(Debug, Clone)]
+pub struct Rotary {
+    half: usize,
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+}
+
+impl Rotary {
+    /// Tables for `positions` positions of heads of `head_dim` floats.
+    #[must_use]
+    pub fn new(head_dim: usize, theta: f32, scaling: &RotaryScaling, positions: usize) -> Self {
+        let half = head_dim / 2;
+        let frequencies: Vec<f32> = (0..half)
+            .map(|i| {
+                let plain = 1.0 / theta.powf(2.0 * i as f32 / head_dim as f32);
+                match scaling {
+                    RotaryScaling::None => plain,
+                    RotaryScaling::Linear(factor) => plain / factor,
+                    RotaryScaling::PerFrequency(factors) => plain / factors.get(i).copied().unwrap_or(1.0),
+                    RotaryScaling::Llama3 { factor, low, high, original_context } => {
+                        let wavelength = 2.0 * std::f32::consts::PI / plain;
+                        let smooth = ((original_context / wavelength - low) / (high - low)).clamp(0.0, 1.0);
+                        (1.0 - smooth) * plain / factor + smooth * plain
+                    }
+                }
+            })
+            .collect();
+        let angles = (0..positions).flat_map(|p| frequencies.iter().map(move |f| f64::from(p as f32 * f)));
+        let (sin, cos) = angles.map(f64::sin_cos).map(|(s, c)| (s as f32, c as f32)).unzip();
+        Self { half, cos, sin }
+    }
+
+    /// Positions that the tables hold.
+    #[must_use]
+    pub fn positions(&self) -> usize {
+        self.cos.len() / self.half.max(1)
+    }
+
+    /// Rotates the first `heads` heads of a row at `position`.
+    pub fn forward(&self, row: &mut [f32], heads: usize, position: u32) {
+        let at = position as usize * self.half;
+        let (cos, sin) = (&self.cos[at..at + self.half], &self.sin[at..at + self.half]);
+        for head in row.chunks_exact_mut(2 * self.half).take(heads) {
+            kernels::rotate(Isa::best(), head, cos, sin);
+        }
+    }
+}

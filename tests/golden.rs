@@ -1,0 +1,154 @@
+//! Values that Transformers produced in float32: the trunk, the tokenizer and the scores must meet them.
+//!
+//! `RIGHT_RESET_GOLDEN` names another folder of checkpoint folders to try.
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used)]
+
+mod common;
+
+use std::path::{Path, PathBuf};
+
+use right_reset::model::{self, Batch, Scratch, Tap};
+use right_reset::score::{Document, Engine, Positions, Prefix, ScoreSpec, score_at};
+use safetensors::SafeTensors;
+use serde_json::Value;
+
+fn spec(tap: Tap, window: u32, positions: Positions) -> ScoreSpec {
+    ScoreSpec { window, skip: 1, tap, positions, prefix: Prefix::Tokens(vec![]), bos: None, context: 8192 }
+}
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap()
+}
+
+/// Norm of the difference over norm of the reference, the largest over tokens.
+fn distance(found: &[f32], expected: &SafeTensors, name: &str) -> f64 {
+    let view = expected.tensor(name).unwrap();
+    let hidden = view.shape()[1];
+    let reference: Vec<f32> = view.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+    assert_eq!(found.len(), reference.len(), "{name}");
+    let norm = |v: Vec<f64>| v.iter().map(|x| x * x).sum::<f64>().sqrt();
+    found
+        .chunks(hidden)
+        .zip(reference.chunks(hidden))
+        .map(|(f, r)| {
+            let difference = norm(f.iter().zip(r).map(|(a, b)| f64::from(a - b)).collect());
+            difference / norm(r.iter().map(|&x| f64::from(x)).collect()).max(1e-30)
+        })
+        .fold(0.0, f64::max)
+}
+
+fn check_architecture(dir: &Path) {
+    let name = dir.display();
+    let trunk = model::load_trunk(dir, 64).unwrap_or_else(|e| panic!("{name} cannot be loaded: {e}"));
+    let expected: Value = serde_json::from_slice(&std::fs::read(dir.join("expected.json")).unwrap()).unwrap();
+    let bytes = std::fs::read(dir.join("expected.safetensors")).unwrap();
+    let states = SafeTensors::deserialize(&bytes).unwrap();
+    let ids: Vec<u32> = expected["ids"].as_array().unwrap().iter().map(|v| v.as_u64().unwrap() as u32).collect();
+    let (window, layers) = (expected["W"].as_u64().unwrap() as u32, expected["layers"].as_u64().unwrap() as usize);
+    assert_eq!(expected["s"], 1, "{name}");
+    assert_eq!(trunk.shape().layers, layers, "{name}");
+    let edges = expected["edges"].as_array().unwrap();
+    let places: Vec<u32> = edges.iter().map(|e| e["b"].as_u64().unwrap() as u32).collect();
+
+    // Every hidden state: one batch of the full pass and all windows, every layer tapped.
+    let mut taps: Vec<Tap> = (0..=layers).map(Tap::Layer).collect();
+    taps.push(Tap::Final);
+    let mut batch = Batch::default();
+    batch.push(ids.iter().copied().zip(0..));
+    for &b in &places {
+        let end = ids.len().min((b + window) as usize);
+        batch.push(ids[b as usize..end].iter().copied().zip(b..));
+    }
+    let found = trunk.forward(&batch, &taps, &mut Scratch::default()).unwrap();
+    let hidden = trunk.shape().hidden;
+    let mut checked = 0;
+    for (sequence, span) in batch.sequences().enumerate() {
+        for (tap, rows) in taps.iter().zip(&found) {
+            let what = match (sequence, tap) {
+                (0, Tap::Layer(k)) => format!("full.hidden.{k}"),
+                (0, Tap::Final) => "full.normed".to_owned(),
+                (i, Tap::Layer(k)) => format!("reset.{}.hidden.{k}", places[i - 1]),
+                (_, Tap::Final) => continue,
+            };
+            let off = distance(&rows[span.start * hidden..span.end * hidden], &states, &what);
+            assert!(off < 1e-4, "{name}: {what} is off by {off:.2e}");
+            checked += 1;
+        }
+    }
+    assert_eq!(checked, (layers + 1) * (places.len() + 1) + 1);
+
+    // RR at every layer, re-indexed, and after the final norm.
+    let mut settings: Vec<(Tap, Positions)> = taps.iter().map(|&t| (t, Positions::Original)).collect();
+    settings.extend((0..=layers).map(|k| (Tap::Layer(k), Positions::Reindexed)));
+    for (tap, positions) in settings {
+        let engine = Engine::new(trunk.clone(), spec(tap, window, positions), 1, 64).unwrap();
+        let curves = engine.score_blocking(Document { ids: ids.clone(), edges: places.clone() }).unwrap();
+        for ((curve, edge), &b) in curves.iter().zip(edges).zip(&places) {
+            let m = window.min(ids.len() as u32 - b);
+            let reference = match (tap, positions) {
+                (Tap::Final, _) => &edge["rr_final_normed"],
+                (Tap::Layer(k), Positions::Original) => &edge["rr"][k.to_string()],
+                (Tap::Layer(k), Positions::Reindexed) => &edge["rr_reindexed"][k.to_string()],
+            };
+            let off = (f64::from(score_at(curve, m, 1, window)) - number(reference)).abs();
+            assert!(off < 1e-5, "{name}: RR at {b}, {tap:?}, {positions:?} is off by {off:.2e}");
+        }
+    }
+}
+
+#[test]
+fn every_state_and_score_of_the_architecture_checkpoints() {
+    let default = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/arch");
+    let folder = std::env::var_os("RIGHT_RESET_GOLDEN").map_or(default, PathBuf::from);
+    let mut tried = 0;
+    for entry in std::fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display())) {
+        let dir = entry.unwrap().path();
+        if dir.is_dir() {
+            check_architecture(&dir);
+            tried += 1;
+        }
+    }
+    assert!(tried > 0, "{} holds no checkpoint folders", folder.display());
+}
+
+#[test]
+fn tokens_and_scores_of_real_text_with_real_weights() {
+    let path = common::model();
+    let trunk = model::load_trunk(&path, 64).unwrap();
+    let tokenizer = model::load_tokenizer(&path).unwrap();
+    for text in ["bees", "savings", "scripts"] {
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/golden/smollm2/{text}.json"));
+        let golden: Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+        let ids = tokenizer.encode(golden["text"].as_str().unwrap()).unwrap().ids;
+        let expected: Vec<u32> = golden["ids"].as_array().unwrap().iter().map(|v| v.as_u64().unwrap() as u32).collect();
+        assert_eq!(ids, expected, "{text}");
+
+        let layer = golden["layer"].as_u64().unwrap() as usize;
+        let mut batch = Batch::default();
+        batch.push(ids.iter().copied().zip(0..));
+        let states = trunk.forward(&batch, &[Tap::Layer(layer)], &mut Scratch::default()).unwrap().remove(0);
+        for (row, first8) in golden["full_hidden_rows"].as_array().unwrap().iter().zip(golden["full_hidden_first8"].as_array().unwrap()) {
+            let at = row.as_u64().unwrap() as usize * trunk.shape().hidden;
+            for (found, value) in states[at..at + 8].iter().zip(first8.as_array().unwrap()) {
+                assert!((f64::from(*found) - number(value)).abs() < 0.01, "{text}: state {row}");
+            }
+        }
+
+        let edges = golden["edges"].as_array().unwrap();
+        let places: Vec<u32> = edges.iter().map(|e| e["b"].as_u64().unwrap() as u32).collect();
+        let engine = Engine::new(trunk.clone(), spec(Tap::Layer(layer), 24, Positions::Original), 2, 2048).unwrap();
+        let curves = engine.score_blocking(Document { ids: ids.clone(), edges: places.clone() }).unwrap();
+        let mut worst: f64 = 0.0;
+        for ((curve, edge), &b) in curves.iter().zip(edges).zip(&places) {
+            let m = 24.min(ids.len() as u32 - b);
+            assert_eq!(u64::from(m), edge["m"].as_u64().unwrap());
+            if edge["rr"].is_null() {
+                assert!(score_at(curve, m, 1, 24).is_nan());
+                continue;
+            }
+            worst = worst.max((f64::from(score_at(curve, m, 1, 24)) - number(&edge["rr"])).abs());
+        }
+        assert!(worst < 2e-4, "{text}: RR is off by {worst:.2e}");
+        println!("{text}: {} edges, RR off by at most {worst:.2e}", edges.len());
+    }
+}
