@@ -1,6 +1,7 @@
 //! Right Reset: cuts documents into chunks where a causal language model depends least on what came before.
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
 
+pub mod cache;
 pub mod index;
 pub mod model;
 pub mod score;

@@ -1,6 +1,6 @@
 //! Causal attention within one sequence, in blocks of queries.
 
-use super::kernels::{self, Isa, PANEL, Store, View};
+use super::kernels::{self, Input, Isa, PANEL, Rows, Store};
 use super::Buffer;
 
 /// Queries whose scores are held at once: memory for a sequence of n tokens is `QUERIES x n` floats, never n x n.
@@ -66,9 +66,9 @@ pub fn causal_attention(shape: AttentionShape, qkv: &[f32], out: &mut [f32], scr
             for first in (0..tokens).step_by(QUERIES) {
                 let rows = QUERIES.min(tokens - first);
                 let seen = first + rows;
-                let queries = View { rows, width: head_dim, stride: row };
-                let q = &qkv[first * row + head * head_dim..];
-                kernels::product(isa, q, queries, keys, seen, scores, seen, Store::Set);
+                let data = &qkv[first * row + head * head_dim..];
+                let queries = Input::Plain(Rows { data, rows, width: head_dim, stride: row });
+                kernels::product(isa, queries, keys, seen, scores, seen, Store::Set);
                 for (r, scores) in scores.chunks_exact_mut(seen).take(rows).enumerate() {
                     kernels::softmax(isa, scores, first + r + 1, scale);
                 }
@@ -77,8 +77,8 @@ pub fn causal_attention(shape: AttentionShape, qkv: &[f32], out: &mut [f32], scr
                     let panel = &values[p * PANEL * tokens..][..PANEL * seen];
                     let columns = (head_dim - p * PANEL).min(PANEL);
                     let target = &mut out[first * width + head * head_dim + p * PANEL..];
-                    let view = View { rows, width: seen, stride: seen };
-                    kernels::product(isa, scores, view, panel, columns, target, width, Store::Set);
+                    let weights = Input::Plain(Rows { data: &scores[..], rows, width: seen, stride: seen });
+                    kernels::product(isa, weights, panel, columns, target, width, Store::Set);
                 }
             }
         }

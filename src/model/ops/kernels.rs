@@ -7,8 +7,16 @@
 
 use std::sync::OnceLock;
 
-/// Columns of one packed panel of weights.
-pub(super) const PANEL: usize = 32;
+/// Columns of one packed panel of weights. Nine rows of three AVX-512 registers each leave room for three of the panel and one of the
+/// input, and need 12 loads for 27 multiply-adds.
+pub(super) const PANEL: usize = 48;
+
+/// Rows of one packed block of input.
+const BLOCK: usize = 9;
+
+/// How many steps of k ahead a panel is fetched: weights come from the third-level cache or from memory.
+#[cfg(target_arch = "x86_64")]
+const PREFETCH: usize = 8;
 
 /// Instruction set in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,53 +93,88 @@ pub(super) enum Store {
     Add,
 }
 
-/// A matrix in memory: rows of `width` floats, `stride` apart.
+/// Rows of a matrix in memory, `stride` floats apart.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct View {
+pub(super) struct Rows<'a> {
+    pub(super) data: &'a [f32],
     pub(super) rows: usize,
     pub(super) width: usize,
     pub(super) stride: usize,
 }
 
-/// `out = x * panels` (or `out += ...`): x is `rows x k`, the panels hold a `k x n` matrix as ceil(n / 32) blocks of `k x 32` floats.
+impl Rows<'_> {
+    fn check(&self) {
+        assert!(self.rows == 0 || self.data.len() >= (self.rows - 1) * self.stride + self.width, "input is shorter than its view");
+    }
+}
+
+/// Packs rows into blocks of [`BLOCK`] (the last may be shorter), each block column by column, so that a tile reads them in a line.
+pub(super) fn pack_rows(x: Rows<'_>, packed: &mut Aligned) {
+    x.check();
+    packed.reserve(x.rows * x.width);
+    let out = packed.as_mut_slice();
+    for first in (0..x.rows).step_by(BLOCK) {
+        let rows = BLOCK.min(x.rows - first);
+        let block = &mut out[first * x.width..(first + rows) * x.width];
+        for r in 0..rows {
+            let source = &x.data[(first + r) * x.stride..][..x.width];
+            for (column, value) in block.chunks_exact_mut(rows).zip(source) {
+                column[r] = *value;
+            }
+        }
+    }
+}
+
+/// Where a product takes its rows from.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Input<'a> {
+    /// Rows as they lie.
+    Plain(Rows<'a>),
+    /// Rows packed by [`pack_rows`].
+    Packed { data: &'a [f32], rows: usize, width: usize },
+}
+
+/// `out = x * panels` (or `out += ...`): x is `rows x k`, the panels hold a `k x n` matrix as ceil(n / 48) blocks of `k x 48` floats.
 ///
 /// Panics if a slice is shorter than its view says, which is a mistake of the caller in this module tree.
-pub(super) fn product(isa: Isa, x: &[f32], xv: View, panels: &[f32], n: usize, out: &mut [f32], out_stride: usize, store: Store) {
-    let k = xv.width;
-    if xv.rows == 0 || n == 0 {
+pub(super) fn product(isa: Isa, input: Input<'_>, panels: &[f32], n: usize, out: &mut [f32], out_stride: usize, store: Store) {
+    let (data, rows, k) = match input {
+        Input::Plain(x) => {
+            x.check();
+            (x.data, x.rows, x.width)
+        }
+        Input::Packed { data, rows, width } => {
+            assert!(data.len() >= rows * width, "packed input is shorter than its rows");
+            (data, rows, width)
+        }
+    };
+    if rows == 0 || n == 0 {
         return;
     }
-    assert!(x.len() >= (xv.rows - 1) * xv.stride + k, "input is shorter than its view");
     assert!(panels.len() >= n.div_ceil(PANEL) * PANEL * k, "panels are shorter than k x n");
-    assert!(out.len() >= (xv.rows - 1) * out_stride + n, "output is shorter than rows x n");
+    assert!(out.len() >= (rows - 1) * out_stride + n, "output is shorter than rows x n");
     for (p, panel) in panels.chunks_exact(PANEL * k.max(1)).take(n.div_ceil(PANEL)).enumerate() {
         let columns = (n - p * PANEL).min(PANEL);
-        let step = match isa {
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => 12,
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => 6,
-            Isa::Portable => 4,
-        };
-        let mut row = 0;
-        while row < xv.rows {
-            let rows = (xv.rows - row).min(step);
-            // SAFETY: `row + rows <= xv.rows`, so with the three assertions above every pointer that a tile computes (rows of x at
-            // `xv.stride`, rows of the output at `out_stride`, k x 32 floats of the panel) lies inside its slice; the instruction set
-            // was detected on this processor.
+        for first in (0..rows).step_by(BLOCK) {
+            let count = BLOCK.min(rows - first);
+            // SAFETY: `first + count <= rows`, so with the assertions above every pointer that a tile computes (rows of x at their
+            // stride or packed, rows of the output at `out_stride`, k x 48 floats of the panel) lies inside its slice; prefetches may
+            // point anywhere; the instruction set was detected on this processor.
             unsafe {
-                let x = x.as_ptr().add(row * xv.stride);
-                let out = out.as_mut_ptr().add(row * out_stride + p * PANEL);
-                let tile = Tile { x, x_stride: xv.stride, k, panel: panel.as_ptr(), out, out_stride, columns, store };
+                let (x, row_step, k_step) = match input {
+                    Input::Plain(x) => (data.as_ptr().add(first * x.stride), x.stride, 1),
+                    Input::Packed { .. } => (data.as_ptr().add(first * k), 1, count),
+                };
+                let out = out.as_mut_ptr().add(first * out_stride + p * PANEL);
+                let tile = Tile { x, row_step, k_step, k, panel: panel.as_ptr(), out, out_stride, columns, store };
                 match isa {
                     #[cfg(target_arch = "x86_64")]
-                    Isa::Avx512 => tile.avx512(rows),
+                    Isa::Avx512 => tile.avx512(count, matches!(input, Input::Packed { .. })),
                     #[cfg(target_arch = "x86_64")]
-                    Isa::Avx2 => tile.avx2(rows),
-                    Isa::Portable => tile.portable(rows),
+                    Isa::Avx2 => tile.avx2(count),
+                    Isa::Portable => tile.portable(count),
                 }
             }
-            row += rows;
         }
     }
 }
@@ -139,7 +182,9 @@ pub(super) fn product(isa: Isa, x: &[f32], xv: View, panels: &[f32], n: usize, o
 /// A few rows of the input times one panel.
 struct Tile {
     x: *const f32,
-    x_stride: usize,
+    /// Floats between rows of x, and between columns.
+    row_step: usize,
+    k_step: usize,
     k: usize,
     panel: *const f32,
     out: *mut f32,
@@ -149,129 +194,137 @@ struct Tile {
 }
 
 macro_rules! by_rows {
-    ($self:ident, $f:ident, $rows:expr, $($r:literal)+) => {
+    ($self:ident, $f:ident, $rows:expr, $c:literal, $packed:literal, $($r:literal)+) => {
         match $rows {
-            $($r => $self.$f::<$r>(),)+
-            _ => unreachable!("a tile has at most its step of rows"),
+            $($r => $self.$f::<$r, $c, $packed>(),)+
+            _ => unreachable!("a tile has at most a block of rows"),
         }
     };
 }
 
 impl Tile {
     /// # Safety
-    /// The pointers must be valid for `rows` rows, and the processor must have AVX-512F.
+    /// The pointers must be valid for `rows` rows, and the processor must have AVX-512F. `packed` rows must lie column by column.
     #[cfg(target_arch = "x86_64")]
-    unsafe fn avx512(&self, rows: usize) {
+    unsafe fn avx512(&self, rows: usize, packed: bool) {
         // SAFETY: passed on to the caller.
-        unsafe { by_rows!(self, avx512_rows, rows, 1 2 3 4 5 6 7 8 9 10 11 12) }
+        unsafe {
+            match (self.columns.div_ceil(16), packed) {
+                (1, true) => by_rows!(self, avx512_rows, rows, 1, true, 1 2 3 4 5 6 7 8 9),
+                (2, true) => by_rows!(self, avx512_rows, rows, 2, true, 1 2 3 4 5 6 7 8 9),
+                (_, true) => by_rows!(self, avx512_rows, rows, 3, true, 1 2 3 4 5 6 7 8 9),
+                (1, false) => by_rows!(self, avx512_rows, rows, 1, false, 1 2 3 4 5 6 7 8 9),
+                (2, false) => by_rows!(self, avx512_rows, rows, 2, false, 1 2 3 4 5 6 7 8 9),
+                (_, false) => by_rows!(self, avx512_rows, rows, 3, false, 1 2 3 4 5 6 7 8 9),
+            }
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn avx512_rows<const R: usize, const C: usize, const PACKED: bool>(&self) {
+        use std::arch::x86_64::*;
+        // SAFETY: the caller vouches for R rows of x (k floats each) and of the output (`columns` floats each, masked), and for k x 48
+        // floats of the panel; a prefetch cannot fault.
+        unsafe {
+            let mut acc = [[_mm512_setzero_ps(); C]; R];
+            let mut panel = self.panel;
+            let mut x = self.x;
+            for _ in 0..self.k {
+                let mut b = [_mm512_setzero_ps(); C];
+                for (c, b) in b.iter_mut().enumerate() {
+                    *b = _mm512_loadu_ps(panel.add(c * 16));
+                    if PACKED {
+                        _mm_prefetch::<_MM_HINT_T0>(panel.wrapping_add(PREFETCH * PANEL + c * 16).cast());
+                    }
+                }
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    let a = _mm512_set1_ps(if PACKED { *x.add(r) } else { *x.add(r * self.row_step) });
+                    for (acc, b) in acc.iter_mut().zip(&b) {
+                        *acc = _mm512_fmadd_ps(a, *b, *acc);
+                    }
+                }
+                x = x.wrapping_add(if PACKED { R } else { 1 });
+                panel = panel.wrapping_add(PANEL);
+            }
+            for (r, acc) in acc.iter().enumerate() {
+                for (c, acc) in acc.iter().enumerate() {
+                    let left = self.columns.saturating_sub(c * 16).min(16);
+                    let mask = ((1_u32 << left) - 1) as __mmask16;
+                    let at = self.out.wrapping_add(r * self.out_stride + c * 16);
+                    let mut value = *acc;
+                    if self.store == Store::Add {
+                        value = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, at), value);
+                    }
+                    _mm512_mask_storeu_ps(at, mask, value);
+                }
+            }
+        }
     }
 
     /// # Safety
     /// The pointers must be valid for `rows` rows, and the processor must have AVX2 and FMA.
     #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2,fma")]
     unsafe fn avx2(&self, rows: usize) {
-        // SAFETY: passed on to the caller.
-        unsafe { by_rows!(self, avx2_rows, rows, 1 2 3 4 5 6) }
+        use std::arch::x86_64::*;
+        const R: usize = 4;
+        for first in (0..rows).step_by(R) {
+            let count = R.min(rows - first);
+            let mut result = [[0.0_f32; PANEL]; R];
+            // SAFETY: as in `avx512_rows`; a row beyond `count` is the last one again, and `write` stores only `count` rows.
+            unsafe {
+                for half in 0..2 {
+                    let mut acc = [[_mm256_setzero_ps(); 3]; R];
+                    let mut panel = self.panel.add(half * 24);
+                    let at: [*const f32; R] = std::array::from_fn(|r| self.x.add((first + r.min(count - 1)) * self.row_step));
+                    for i in 0..self.k {
+                        let b: [__m256; 3] = std::array::from_fn(|c| _mm256_loadu_ps(panel.add(c * 8)));
+                        panel = panel.wrapping_add(PANEL);
+                        for (acc, at) in acc.iter_mut().zip(&at) {
+                            let a = _mm256_set1_ps(*at.add(i * self.k_step));
+                            for (acc, b) in acc.iter_mut().zip(&b) {
+                                *acc = _mm256_fmadd_ps(a, *b, *acc);
+                            }
+                        }
+                    }
+                    for (acc, result) in acc.iter().zip(&mut result) {
+                        for (c, acc) in acc.iter().enumerate() {
+                            _mm256_storeu_ps(result.as_mut_ptr().add(half * 24 + c * 8), *acc);
+                        }
+                    }
+                }
+                self.write(first, &result[..count]);
+            }
+        }
     }
 
     /// # Safety
     /// The pointers must be valid for `rows` rows.
     unsafe fn portable(&self, rows: usize) {
-        // SAFETY: passed on to the caller.
-        unsafe { by_rows!(self, portable_rows, rows, 1 2 3 4) }
-    }
-
-    #[cfg(target_arch = "x86_64")]
-    #[target_feature(enable = "avx512f")]
-    unsafe fn avx512_rows<const R: usize>(&self) {
-        use std::arch::x86_64::*;
-        // SAFETY: the caller vouches for R rows of x (k floats each) and of the output (`columns` floats each, masked), and for k x 32
-        // floats of the panel.
-        unsafe {
-            let mut acc = [[_mm512_setzero_ps(); 2]; R];
-            let mut panel = self.panel;
-            for i in 0..self.k {
-                let b0 = _mm512_loadu_ps(panel);
-                let b1 = _mm512_loadu_ps(panel.add(16));
-                panel = panel.add(PANEL);
-                for (r, acc) in acc.iter_mut().enumerate() {
-                    let a = _mm512_set1_ps(*self.x.add(r * self.x_stride + i));
-                    acc[0] = _mm512_fmadd_ps(a, b0, acc[0]);
-                    acc[1] = _mm512_fmadd_ps(a, b1, acc[1]);
-                }
-            }
-            let mask = |from: usize| -> __mmask16 {
-                let left = self.columns.saturating_sub(from).min(16);
-                ((1_u32 << left) - 1) as u16
-            };
-            let masks = [mask(0), mask(16)];
-            for (r, acc) in acc.iter().enumerate() {
-                let out = self.out.add(r * self.out_stride);
-                for half in 0..2 {
-                    let at = out.add(half * 16);
-                    let mut value = acc[half];
-                    if self.store == Store::Add {
-                        value = _mm512_add_ps(_mm512_maskz_loadu_ps(masks[half], at), value);
-                    }
-                    _mm512_mask_storeu_ps(at, masks[half], value);
-                }
-            }
-        }
-    }
-
-    #[cfg(target_arch = "x86_64")]
-    #[target_feature(enable = "avx2,fma")]
-    unsafe fn avx2_rows<const R: usize>(&self) {
-        use std::arch::x86_64::*;
-        // SAFETY: as in `avx512_rows`; the results go through `write`, which stores `columns` floats a row.
-        unsafe {
-            let mut result = [[0.0_f32; PANEL]; R];
-            for half in 0..2 {
-                let mut acc = [[_mm256_setzero_ps(); 2]; R];
-                let mut panel = self.panel.add(half * 16);
+        for r in 0..rows {
+            let mut acc = [0.0_f32; PANEL];
+            // SAFETY: as in `avx2`.
+            unsafe {
                 for i in 0..self.k {
-                    let b0 = _mm256_loadu_ps(panel);
-                    let b1 = _mm256_loadu_ps(panel.add(8));
-                    panel = panel.add(PANEL);
-                    for (r, acc) in acc.iter_mut().enumerate() {
-                        let a = _mm256_set1_ps(*self.x.add(r * self.x_stride + i));
-                        acc[0] = _mm256_fmadd_ps(a, b0, acc[0]);
-                        acc[1] = _mm256_fmadd_ps(a, b1, acc[1]);
-                    }
-                }
-                for (acc, result) in acc.iter().zip(&mut result) {
-                    _mm256_storeu_ps(result.as_mut_ptr().add(half * 16), acc[0]);
-                    _mm256_storeu_ps(result.as_mut_ptr().add(half * 16 + 8), acc[1]);
-                }
-            }
-            self.write(&result);
-        }
-    }
-
-    unsafe fn portable_rows<const R: usize>(&self) {
-        // SAFETY: as in `avx2_rows`.
-        unsafe {
-            let mut acc = [[0.0_f32; PANEL]; R];
-            for i in 0..self.k {
-                let b = std::slice::from_raw_parts(self.panel.add(i * PANEL), PANEL);
-                for (r, acc) in acc.iter_mut().enumerate() {
-                    let a = *self.x.add(r * self.x_stride + i);
+                    let b = std::slice::from_raw_parts(self.panel.add(i * PANEL), PANEL);
+                    let a = *self.x.add(r * self.row_step + i * self.k_step);
                     for (acc, b) in acc.iter_mut().zip(b) {
                         *acc = fma::<{ !cfg!(target_arch = "x86_64") }>(a, *b, *acc);
                     }
                 }
+                self.write(r, &[acc]);
             }
-            self.write(&acc);
         }
     }
 
     /// # Safety
-    /// The output must have R rows of `columns` floats.
+    /// The output must have rows `first..` of `columns` floats for all of `result`.
     #[inline(always)]
-    unsafe fn write<const R: usize>(&self, result: &[[f32; PANEL]; R]) {
+    unsafe fn write(&self, first: usize, result: &[[f32; PANEL]]) {
         for (r, result) in result.iter().enumerate() {
             // SAFETY: passed on to the caller.
-            let out = unsafe { std::slice::from_raw_parts_mut(self.out.add(r * self.out_stride), self.columns) };
+            let out = unsafe { std::slice::from_raw_parts_mut(self.out.add((first + r) * self.out_stride), self.columns) };
             for (out, value) in out.iter_mut().zip(result) {
                 *out = if self.store == Store::Add { *out + *value } else { *value };
             }
@@ -469,11 +522,17 @@ mod tests {
         fn products_match_f64_on_ragged_shapes(m in 1usize..30, n in 1usize..80, k in 1usize..90, seed in 0u64..1000) {
             let (x, w) = (floats(m * k, seed), floats(n * k, seed + 1));
             let panels = pack(&w, n, k);
-            let view = View { rows: m, width: k, stride: k };
             let mut fused: Option<Vec<f32>> = None;
             for isa in Isa::available() {
+                let plain = Rows { data: &x, rows: m, width: k, stride: k };
                 let mut out = vec![1.0_f32; m * n];
-                product(isa, &x, view, &panels, n, &mut out, n, Store::Add);
+                product(isa, Input::Plain(plain), &panels, n, &mut out, n, Store::Add);
+                let mut packed = Aligned::default();
+                pack_rows(plain, &mut packed);
+                let mut again = vec![1.0_f32; m * n];
+                let input = Input::Packed { data: packed.as_slice(), rows: m, width: k };
+                product(isa, input, &panels, n, &mut again, n, Store::Add);
+                prop_assert_eq!(&again, &out);
                 for r in 0..m {
                     for c in 0..n {
                         let exact: f64 = (0..k).map(|i| f64::from(x[r * k + i]) * f64::from(w[c * k + i])).sum();
@@ -482,7 +541,7 @@ mod tests {
                 }
                 // A row alone has the bits it has among others.
                 let mut alone = vec![1.0_f32; n];
-                product(isa, &x[(m - 1) * k..], View { rows: 1, ..view }, &panels, n, &mut alone, n, Store::Add);
+                product(isa, Input::Plain(Rows { data: &x[(m - 1) * k..], rows: 1, ..plain }), &panels, n, &mut alone, n, Store::Add);
                 prop_assert_eq!(&alone[..], &out[(m - 1) * n..]);
                 if isa != Isa::Portable {
                     prop_assert_eq!(fused.get_or_insert_with(|| out.clone()), &out);

@@ -5,13 +5,17 @@
 mod attention;
 mod kernels;
 
+use std::cell::RefCell;
+
 pub use attention::{AttentionScratch, AttentionShape, causal_attention};
-use kernels::{Aligned, Isa, PANEL, Store, View};
+
+
+use kernels::{Aligned, Input, Isa, PANEL, Rows, Store};
 
 use super::ModelError;
 
 /// Rows that go through a run of products at once: few enough that their activations stay in the second-level cache.
-pub const ROW_TILE: usize = 96;
+pub const ROW_TILE: usize = 288;
 
 /// A float buffer that keeps its memory between uses.
 #[derive(Debug, Clone, Default)]
@@ -76,10 +80,16 @@ impl Linear {
 
     /// Computes all rows of `x` (`rows x inputs`) into `out` (`rows x outputs`).
     pub fn forward(&self, x: &[f32], out: &mut [f32], output: Output) {
-        let rows = x.len() / self.inputs;
-        let view = View { rows, width: self.inputs, stride: self.inputs };
+        thread_local! {
+            static PACKED: RefCell<Aligned> = RefCell::default();
+        }
+        let (rows, width) = (x.len() / self.inputs, self.inputs);
         let store = if output == Output::Add { Store::Add } else { Store::Set };
-        kernels::product(Isa::best(), x, view, self.panels.as_slice(), self.outputs, out, self.outputs, store);
+        PACKED.with_borrow_mut(|packed| {
+            kernels::pack_rows(Rows { data: x, rows, width, stride: width }, packed);
+            let input = Input::Packed { data: packed.as_slice(), rows, width };
+            kernels::product(Isa::best(), input, self.panels.as_slice(), self.outputs, out, self.outputs, store);
+        });
         if let Some(bias) = &self.bias {
             for row in out.chunks_exact_mut(self.outputs) {
                 for (value, b) in row.iter_mut().zip(bias) {

@@ -1,0 +1,494 @@
+//! The store on disk: several sled databases by the first byte of the text hash, a lock, and the rescue of damaged databases.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{self, File};
+use std::io::{Read, Seek, Write};
+use std::panic::AssertUnwindSafe;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use rustix::fs::{FlockOperation, flock};
+use serde::Serialize;
+
+use super::codec::{BLOCK_PAYLOAD, Block, KEY, MAGIC, key};
+use super::{CacheError, Namespace, NamespaceId, ScoreStore};
+
+/// Folder of the current format; another format gets another folder.
+const VERSION_DIR: &str = "v1";
+const SHARDS: usize = 4;
+/// sled's page cache per database. Its real use of memory can be several times as much.
+const SHARD_CACHE_BYTES: u64 = 16 << 20;
+/// Keys of namespace descriptions begin with this instead of a text hash.
+const NAMESPACE_KEY: [u8; 32] = *b"namespace description ..........";
+
+/// Counts of one namespace.
+#[derive(Debug, Clone, Serialize)]
+pub struct NamespaceStats {
+    /// Its number in this store.
+    pub id: u32,
+    /// What its records are.
+    pub namespace: Namespace,
+    /// Sound records.
+    pub records: u64,
+    /// Bytes of their payloads.
+    pub payload_bytes: u64,
+}
+
+/// Counts of a store.
+#[derive(Debug, Clone, Serialize)]
+pub struct StoreStats {
+    /// Its folder.
+    pub path: PathBuf,
+    /// Bytes on disk.
+    pub disk_bytes: u64,
+    /// By namespace.
+    pub namespaces: Vec<NamespaceStats>,
+    /// Blocks that failed their checksum.
+    pub unsound_blocks: u64,
+}
+
+/// The sled store.
+pub struct SledStore {
+    path: PathBuf,
+    shards: Vec<sled::Db>,
+    namespaces: Mutex<BTreeMap<u32, Namespace>>,
+    max_bytes: Option<u64>,
+    full: AtomicBool,
+    unsound: AtomicU64,
+    unwritten: AtomicU64,
+    /// Held while the store is open.
+    _lock: File,
+}
+
+impl SledStore {
+    /// Opens the store in folder `path`, made if absent. `max_bytes` bounds its size on disk: beyond it nothing more is written.
+    ///
+    /// A database that cannot be opened for corruption is moved aside and its sound records are kept.
+    ///
+    /// # Errors
+    /// [`CacheError::Locked`] if another process has it, [`CacheError::Io`] if the disk refuses.
+    pub fn open(path: &Path, max_bytes: Option<u64>) -> Result<Self, CacheError> {
+        let dir = path.join(VERSION_DIR);
+        fs::create_dir_all(&dir).map_err(io(path))?;
+        let lock = take_lock(path, &dir.join("lock"))?;
+        let mut shards = Vec::new();
+        for shard in 0..SHARDS {
+            shards.push(open_shard(path, &dir.join(format!("shard-{shard}")))?);
+        }
+        let mut namespaces = BTreeMap::new();
+        for item in shards[0].scan_prefix(NAMESPACE_KEY) {
+            let (_, value) = item.map_err(|e| damage(path, &e))?;
+            if let Some((block, _)) = Block::open(&value) {
+                if let Ok(namespace) = serde_json::from_slice::<Namespace>(block.payload) {
+                    namespaces.insert(namespace_of(&block.key), namespace);
+                }
+            }
+        }
+        let store = Self {
+            path: path.to_owned(),
+            shards,
+            namespaces: Mutex::new(namespaces),
+            max_bytes,
+            full: AtomicBool::new(false),
+            unsound: AtomicU64::new(0),
+            unwritten: AtomicU64::new(0),
+            _lock: lock,
+        };
+        store.check_size()?;
+        Ok(store)
+    }
+
+    fn shard(&self, text: &[u8; 32]) -> &sled::Db {
+        &self.shards[usize::from(text[0]) * SHARDS / 256]
+    }
+
+    /// Marks the store so that the next opening rescues it, and reports.
+    fn failed(&self, error: &sled::Error) -> CacheError {
+        if matches!(error, sled::Error::Corruption { .. }) {
+            // The mark is a help for the next run; without it sled finds the damage itself.
+            let _ = File::create(self.path.join(VERSION_DIR).join("suspect"));
+        }
+        damage(&self.path, error)
+    }
+
+    /// Bytes on disk.
+    ///
+    /// # Errors
+    /// [`CacheError::Io`] if sled cannot tell.
+    pub fn disk_bytes(&self) -> Result<u64, CacheError> {
+        let sizes = self.shards.iter().map(sled::Db::size_on_disk);
+        sizes.sum::<Result<u64, _>>().map_err(|e| self.failed(&e))
+    }
+
+    fn check_size(&self) -> Result<(), CacheError> {
+        if let Some(max) = self.max_bytes {
+            let size = self.disk_bytes()?;
+            if size >= max && !self.full.swap(true, Ordering::Relaxed) {
+                tracing::warn!(size, max, "the score cache has reached cache.max_bytes: nothing more is written to it");
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads everything and counts it.
+    ///
+    /// # Errors
+    /// [`CacheError`] if the store cannot be read.
+    pub fn stats(&self) -> Result<StoreStats, CacheError> {
+        let known = self.namespaces.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut by_id: BTreeMap<u32, NamespaceStats> = known
+            .into_iter()
+            .map(|(id, namespace)| (id, NamespaceStats { id, namespace, records: 0, payload_bytes: 0 }))
+            .collect();
+        let mut unsound = 0;
+        for item in self.shards.iter().flat_map(sled::Db::iter) {
+            let (stored, value) = item.map_err(|e| self.failed(&e))?;
+            match Block::open(&value) {
+                Some((block, length)) if block.key[..] == stored[..] && length == value.len() => {
+                    let first = block.key[36..] == [0, 0];
+                    if let Some(stats) = by_id.get_mut(&namespace_of(&block.key)).filter(|_| !stored.starts_with(&NAMESPACE_KEY)) {
+                        stats.records += u64::from(first);
+                        stats.payload_bytes += block.payload.len() as u64;
+                    }
+                }
+                _ => unsound += 1,
+            }
+        }
+        Ok(StoreStats {
+            path: self.path.clone(),
+            disk_bytes: self.disk_bytes()?,
+            namespaces: by_id.into_values().collect(),
+            unsound_blocks: unsound,
+        })
+    }
+}
+
+impl ScoreStore for SledStore {
+    fn namespace(&self, namespace: &Namespace) -> Result<NamespaceId, CacheError> {
+        let mut known = self.namespaces.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((&id, _)) = known.iter().find(|(_, n)| *n == namespace) {
+            return Ok(NamespaceId(id));
+        }
+        let id = known.last_key_value().map_or(1, |(&last, _)| last + 1);
+        let payload = serde_json::to_vec(namespace).unwrap_or_default();
+        let key = key(&NAMESPACE_KEY, id, 0);
+        let block = Block { key, namespace: tag(namespace), blocks: 1, bytes: payload.len() as u32, payload: &payload };
+        self.shards[0].insert(key, block.seal()).map_err(|e| self.failed(&e))?;
+        self.shards[0].flush().map_err(|e| self.failed(&e))?;
+        known.insert(id, namespace.clone());
+        Ok(NamespaceId(id))
+    }
+
+    fn namespaces(&self) -> Vec<(NamespaceId, Namespace)> {
+        let known = self.namespaces.lock().unwrap_or_else(PoisonError::into_inner);
+        known.iter().map(|(&id, n)| (NamespaceId(id), n.clone())).collect()
+    }
+
+    fn lookup(&self, text: &blake3::Hash, wanted: &[NamespaceId]) -> Result<Vec<Option<Vec<u8>>>, CacheError> {
+        let tags: Vec<Option<[u8; 8]>> = {
+            let known = self.namespaces.lock().unwrap_or_else(PoisonError::into_inner);
+            wanted.iter().map(|id| known.get(&id.0).map(tag)).collect()
+        };
+        // Payload so far, next block, and blocks there are, for each namespace wanted.
+        let mut found: Vec<Option<(Vec<u8>, u16, u16, u32)>> = vec![None; wanted.len()];
+        let mut broken = vec![false; wanted.len()];
+        for item in self.shard(text.as_bytes()).scan_prefix(text.as_bytes()) {
+            let (stored, value) = item.map_err(|e| self.failed(&e))?;
+            let Ok(stored) = <[u8; KEY]>::try_from(&stored[..]) else { continue };
+            let Some(i) = wanted.iter().position(|id| id.0 == namespace_of(&stored)) else { continue };
+            let number = u16::from_be_bytes([stored[36], stored[37]]);
+            let opened = Block::open(&value).filter(|(b, length)| b.key == stored && *length == value.len());
+            let Some((block, _)) = opened.filter(|(b, _)| Some(b.namespace) == tags[i]) else {
+                broken[i] = true;
+                continue;
+            };
+            let (payload, next, ..) = found[i].get_or_insert_with(|| (Vec::new(), 0, block.blocks, block.bytes));
+            if number == *next {
+                payload.extend_from_slice(block.payload);
+                *next += 1;
+            }
+        }
+        let mut out = Vec::with_capacity(wanted.len());
+        for (found, broken) in found.into_iter().zip(broken) {
+            let there = found.is_some();
+            let whole = found
+                .filter(|(payload, next, blocks, bytes)| !broken && next == blocks && payload.len() == *bytes as usize)
+                .map(|f| f.0);
+            if whole.is_none() && (there || broken) {
+                self.unsound.fetch_add(1, Ordering::Relaxed);
+            }
+            out.push(whole);
+        }
+        Ok(out)
+    }
+
+    fn insert(&self, text: &blake3::Hash, namespace: NamespaceId, payload: &[u8]) -> Result<(), CacheError> {
+        let known = self.namespaces.lock().unwrap_or_else(PoisonError::into_inner).get(&namespace.0).map(tag);
+        let count = payload.len().div_ceil(BLOCK_PAYLOAD).max(1);
+        let (Some(tag), Ok(blocks), Ok(bytes)) = (known, u16::try_from(count), u32::try_from(payload.len())) else {
+            self.unwritten.fetch_add(1, Ordering::Relaxed);
+            return Ok(());
+        };
+        if self.full.load(Ordering::Relaxed) {
+            self.unwritten.fetch_add(1, Ordering::Relaxed);
+            return Ok(());
+        }
+        let mut batch = sled::Batch::default();
+        for number in 0..blocks {
+            let start = usize::from(number) * BLOCK_PAYLOAD;
+            let payload = &payload[start..payload.len().min(start + BLOCK_PAYLOAD)];
+            let key = key(text.as_bytes(), namespace.0, number);
+            batch.insert(&key[..], Block { key, namespace: tag, blocks, bytes, payload }.seal());
+        }
+        self.shard(text.as_bytes()).apply_batch(batch).map_err(|e| self.failed(&e))
+    }
+
+    fn flush(&self) -> Result<(), CacheError> {
+        for shard in &self.shards {
+            shard.flush().map_err(|e| self.failed(&e))?;
+        }
+        self.check_size()
+    }
+
+    fn trouble(&self) -> (u64, u64) {
+        (self.unsound.load(Ordering::Relaxed), self.unwritten.load(Ordering::Relaxed))
+    }
+}
+
+fn tag(namespace: &Namespace) -> [u8; 8] {
+    let mut tag = [0; 8];
+    tag.copy_from_slice(&namespace.hash().as_bytes()[..8]);
+    tag
+}
+
+fn namespace_of(key: &[u8; KEY]) -> u32 {
+    u32::from_be_bytes([key[32], key[33], key[34], key[35]])
+}
+
+fn io(path: &Path) -> impl Fn(std::io::Error) -> CacheError + '_ {
+    move |e| CacheError::Io { path: path.to_owned(), reason: e.to_string() }
+}
+
+fn damage(path: &Path, error: &sled::Error) -> CacheError {
+    match error {
+        sled::Error::Corruption { .. } => CacheError::Damaged { path: path.to_owned(), reason: error.to_string() },
+        other => CacheError::Io { path: path.to_owned(), reason: other.to_string() },
+    }
+}
+
+/// Takes the lock and writes down who holds it.
+fn take_lock(path: &Path, file: &Path) -> Result<File, CacheError> {
+    let mut lock = File::options().read(true).write(true).create(true).truncate(false).open(file).map_err(io(path))?;
+    if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+        let mut holder = String::new();
+        // An unreadable note only makes the sentence vaguer.
+        let _ = lock.read_to_string(&mut holder);
+        let holder = if holder.trim().is_empty() { "another process".to_owned() } else { holder.trim().to_owned() };
+        return Err(CacheError::Locked { path: path.to_owned(), holder });
+    }
+    let command: Vec<String> = std::env::args().take(3).collect();
+    lock.set_len(0).and_then(|()| lock.rewind()).map_err(io(path))?;
+    writeln!(lock, "process {} ({})", std::process::id(), command.join(" ")).map_err(io(path))?;
+    Ok(lock)
+}
+
+/// What came of an attempt to open a database.
+enum Attempt {
+    Open(sled::Db),
+    Damaged(String),
+    Failed(std::io::Error),
+}
+
+fn attempt(dir: &Path) -> Attempt {
+    let open = || {
+        let db = sled::Config::new().path(dir).cache_capacity(SHARD_CACHE_BYTES).flush_every_ms(None).open()?;
+        // Walks down the tree once, which finds a root that is gone.
+        db.first()?;
+        Ok(db)
+    };
+    match std::panic::catch_unwind(AssertUnwindSafe(open)) {
+        Ok(Ok(db)) => Attempt::Open(db),
+        Ok(Err(sled::Error::Io(e))) if e.kind() != std::io::ErrorKind::InvalidData && e.kind() != std::io::ErrorKind::UnexpectedEof => {
+            Attempt::Failed(e)
+        }
+        Ok(Err(e)) => Attempt::Damaged(e.to_string()),
+        Err(_) => Attempt::Damaged("sled panicked on opening it".into()),
+    }
+}
+
+/// Opens one database; a damaged one is tried again without half-written snapshots, then set aside and salvaged.
+fn open_shard(path: &Path, dir: &Path) -> Result<sled::Db, CacheError> {
+    let suspect = path.join(VERSION_DIR).join("suspect");
+    let mut reason = String::from("a run found it damaged");
+    if !suspect.exists() {
+        for retry in [false, true] {
+            if retry {
+                let snapshots = fs::read_dir(dir).into_iter().flatten().filter_map(|e| Some(e.ok()?.path()));
+                for file in snapshots.filter(|p| p.extension().is_some_and(|e| e == "generating")) {
+                    fs::remove_file(file).map_err(io(path))?;
+                }
+            }
+            match attempt(dir) {
+                Attempt::Open(db) => return Ok(db),
+                Attempt::Failed(e) => return Err(io(path)(e)),
+                Attempt::Damaged(why) => reason = why,
+            }
+        }
+    }
+    let aside = (0..).map(|i| dir.with_extension(format!("damaged-{i}"))).find(|p| !p.exists()).unwrap_or_else(|| dir.to_owned());
+    if dir.exists() {
+        fs::rename(dir, &aside).map_err(io(path))?;
+    }
+    let db = match attempt(dir) {
+        Attempt::Open(db) => db,
+        Attempt::Failed(e) => return Err(io(path)(e)),
+        Attempt::Damaged(reason) => return Err(CacheError::Damaged { path: path.to_owned(), reason }),
+    };
+    let kept = salvage(path, &aside, &db)?;
+    db.flush().map_err(|e| damage(path, &e))?;
+    tracing::warn!(%reason, kept, aside = %aside.display(), "part of the score cache was damaged; it was set aside and its sound records kept");
+    if suspect.exists() && dir.ends_with(format!("shard-{}", SHARDS - 1)) {
+        fs::remove_file(&suspect).map_err(io(path))?;
+    }
+    Ok(db)
+}
+
+/// Copies every sound block found anywhere in the files of a damaged database.
+fn salvage(path: &Path, aside: &Path, db: &sled::Db) -> Result<u64, CacheError> {
+    const CHUNK: usize = 8 << 20;
+    const OVERLAP: usize = 8 << 10;
+    let mut kept: HashMap<[u8; KEY], ()> = HashMap::new();
+    let mut files: Vec<PathBuf> = Vec::new();
+    let mut folders = vec![aside.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).into_iter().flatten().filter_map(Result::ok) {
+            let path = entry.path();
+            if path.is_dir() { folders.push(path) } else { files.push(path) }
+        }
+    }
+    files.sort();
+    for file in files {
+        let mut reader = File::open(&file).map_err(io(path))?;
+        let mut window: Vec<u8> = Vec::new();
+        loop {
+            let read = (&mut reader).take(CHUNK as u64).read_to_end(&mut window).map_err(io(path))?;
+            let last = read == 0;
+            let mut at = 0;
+            let end = if last { window.len() } else { window.len().saturating_sub(OVERLAP) };
+            while at < end {
+                let Some(found) = window[at..].iter().position(|&b| b == MAGIC[0]) else { break };
+                at += found;
+                match Block::open(&window[at..]) {
+                    Some((block, length)) => {
+                        if kept.insert(block.key, ()).is_none() {
+                            db.insert(block.key, &window[at..at + length]).map_err(|e| damage(path, &e))?;
+                        }
+                        at += length;
+                    }
+                    None => at += 1,
+                }
+            }
+            if last {
+                break;
+            }
+            window.drain(..end.max(at).min(window.len()));
+        }
+    }
+    Ok(kept.len() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn namespace(readout: &str) -> Namespace {
+        Namespace::new("scores", [("readout", readout.to_owned())])
+    }
+
+    fn fill(store: &SledStore) -> Vec<(blake3::Hash, Vec<u8>)> {
+        let id = store.namespace(&namespace("rr")).unwrap();
+        let records: Vec<_> = (0..200_u32)
+            .map(|i| {
+                let payload: Vec<u8> = (0..(i as usize * 97)).map(|j| (j as u32 * i) as u8).collect();
+                (blake3::hash(&i.to_le_bytes()), payload)
+            })
+            .collect();
+        for (text, payload) in &records {
+            store.insert(text, id, payload).unwrap();
+        }
+        store.flush().unwrap();
+        records
+    }
+
+    #[test]
+    fn records_of_any_size_come_back_after_reopening() {
+        let dir = tempfile::tempdir().unwrap();
+        let records = fill(&SledStore::open(dir.path(), None).unwrap());
+        let store = SledStore::open(dir.path(), None).unwrap();
+        let (rr, lr) = (store.namespace(&namespace("rr")).unwrap(), store.namespace(&namespace("lr")).unwrap());
+        for (text, payload) in &records {
+            assert_eq!(store.lookup(text, &[lr, rr]).unwrap(), [None, Some(payload.clone())]);
+        }
+        let stats = store.stats().unwrap();
+        assert_eq!((stats.namespaces[0].records, stats.unsound_blocks), (200, 0));
+    }
+
+    #[test]
+    fn a_second_opening_says_who_holds_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let _first = SledStore::open(dir.path(), None).unwrap();
+        let Err(CacheError::Locked { holder, .. }) = SledStore::open(dir.path(), None) else { panic!("expected a lock") };
+        assert!(holder.contains(&std::process::id().to_string()), "{holder}");
+    }
+
+    #[test]
+    fn an_unsound_record_is_a_counted_miss() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = SledStore::open(dir.path(), None).unwrap();
+        let records = fill(&store);
+        let id = store.namespace(&namespace("rr")).unwrap();
+        let (text, payload) = &records[190];
+        let key = key(text.as_bytes(), id.0, 2);
+        let shard = store.shard(text.as_bytes());
+        let sound = shard.get(key).unwrap().unwrap();
+        let mut value = sound.to_vec();
+        value[100] ^= 1;
+        shard.insert(key, value).unwrap();
+        assert_eq!(store.lookup(text, &[id]).unwrap(), [None]);
+        shard.remove(key).unwrap();
+        assert_eq!(store.lookup(text, &[id]).unwrap(), [None]);
+        assert_eq!(store.trouble().0, 2);
+        shard.insert(key, sound).unwrap();
+        assert_eq!(store.lookup(text, &[id]).unwrap(), [Some(payload.clone())]);
+    }
+
+    #[test]
+    fn a_destroyed_database_is_set_aside_and_its_records_are_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let records = fill(&SledStore::open(dir.path(), None).unwrap());
+        for shard in 0..SHARDS {
+            // Both headers gone: sled cannot open it, yet the records lie in its log.
+            let file = dir.path().join(format!("v1/shard-{shard}/db"));
+            let mut bytes = fs::read(&file).unwrap();
+            bytes[..64].fill(0xff);
+            fs::write(&file, bytes).unwrap();
+            fs::write(dir.path().join(format!("v1/shard-{shard}/conf")), b"nonsense").unwrap();
+        }
+        let store = SledStore::open(dir.path(), None).unwrap();
+        let id = store.namespace(&namespace("rr")).unwrap();
+        let kept = records.iter().filter(|(t, p)| store.lookup(t, &[id]).unwrap()[0].as_ref() == Some(p)).count();
+        assert!(kept > 150, "{kept} of {} records kept", records.len());
+        assert!(dir.path().join("v1/shard-0.damaged-0").exists());
+    }
+
+    #[test]
+    fn beyond_its_limit_nothing_is_written_and_that_is_counted() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = SledStore::open(dir.path(), Some(1)).unwrap();
+        let records = fill(&store);
+        let id = store.namespace(&namespace("rr")).unwrap();
+        assert_eq!(store.lookup(&records[5].0, &[id]).unwrap(), [None]);
+        assert_eq!(store.trouble().1, 200);
+    }
+}
