@@ -3,7 +3,9 @@
 
 pub mod cache;
 pub mod index;
+pub mod io;
 pub mod model;
+pub mod pipeline;
 pub mod score;
 pub mod segment;
 pub mod text;

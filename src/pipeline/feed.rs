@@ -1,0 +1,248 @@
+//! The reader thread: files, parts and batches, in order.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use tokio::sync::mpsc;
+
+use super::RunError;
+use super::spec::{InputFormat, PassThrough, PassThroughWord, Pipeline};
+use crate::io::{
+    ColumnPlan, ColumnSettings, FileFormat, InputFile, InputState, PartLine, ReadLimits, SourceBatch, SourceReader, file_state, hash_file,
+};
+
+/// A part ends after this many rows, or this many bytes of text.
+const PART_ROWS: u64 = 65_536;
+const PART_BYTES: u64 = 256 << 20;
+
+/// What the reader thread says.
+pub(super) enum Event {
+    /// Rows of the file with this index.
+    Rows(usize, SourceBatch),
+    /// The part that the rows since the last end belong to is complete.
+    PartEnd(PartEnd),
+    /// Committed parts of a file that need not be made again, and whether their lines must be written anew.
+    Kept(Vec<PartLine>, bool),
+    /// Reading failed.
+    Failed(RunError),
+}
+
+/// A complete part.
+pub(super) struct PartEnd {
+    pub(super) file: usize,
+    pub(super) part: u32,
+    pub(super) first_row: u64,
+    pub(super) end_row: u64,
+    pub(super) last: bool,
+    pub(super) state: InputState,
+}
+
+/// What the reader thread needs to know.
+pub(super) struct FeedOptions {
+    pub(super) files: Vec<InputFile>,
+    pub(super) plan: Arc<ColumnPlan>,
+    /// Committed parts by relative path.
+    pub(super) kept: HashMap<String, Vec<PartLine>>,
+    /// Rows to read at most.
+    pub(super) limit: Option<u64>,
+    /// Hash files whose size and time are unchanged.
+    pub(super) checksum: bool,
+    /// Whether inputs are hashed at all.
+    pub(super) hash: bool,
+}
+
+/// Column settings of a pipeline, owned.
+pub(super) struct Columns {
+    text: String,
+    id: Option<String>,
+    count: Option<String>,
+    pass_through: Option<Vec<String>>,
+    columns: std::collections::BTreeMap<String, String>,
+}
+
+impl Columns {
+    pub(super) fn new(pipeline: &Pipeline) -> Self {
+        let input = &pipeline.input;
+        let pass_through = match &input.pass_through {
+            PassThrough::Word(PassThroughWord::All) => None,
+            PassThrough::Word(PassThroughWord::None) => Some(Vec::new()),
+            PassThrough::Columns(names) => Some(names.clone()),
+        };
+        Self {
+            text: input.text_column.clone(),
+            id: input.id_column.clone(),
+            count: pipeline.segment.count_column.clone(),
+            pass_through,
+            columns: input.columns.clone(),
+        }
+    }
+
+    pub(super) fn settings(&self) -> ColumnSettings<'_> {
+        ColumnSettings {
+            text: &self.text,
+            id: self.id.as_deref(),
+            count: self.count.as_deref(),
+            pass_through: self.pass_through.as_deref(),
+            columns: &self.columns,
+        }
+    }
+}
+
+/// The format that a pipeline forces.
+pub(super) fn forced_format(pipeline: &Pipeline) -> Option<FileFormat> {
+    match pipeline.input.format {
+        InputFormat::Auto => None,
+        InputFormat::Parquet => Some(FileFormat::Parquet),
+        InputFormat::Jsonl => Some(FileFormat::Jsonl),
+        InputFormat::Arrow => Some(FileFormat::Arrow),
+    }
+}
+
+pub(super) fn read_limits(pipeline: &Pipeline) -> ReadLimits {
+    ReadLimits { document: pipeline.input.max_document_bytes, line: pipeline.input.max_line_bytes }
+}
+
+/// Opens the first file, which fixes the columns of the whole run.
+pub(super) fn open_first(pipeline: &Pipeline, files: &[InputFile]) -> Result<SourceReader, RunError> {
+    let columns = Columns::new(pipeline);
+    Ok(SourceReader::open(&files[0], None, &columns.settings(), read_limits(pipeline), 0)?)
+}
+
+/// Reads all files and sends events until done or until nobody listens. `first` is the already open first file.
+pub(super) fn feed(pipeline: &Pipeline, options: FeedOptions, first: Option<SourceReader>, busy_ns: &AtomicU64, out: &mpsc::Sender<Event>) {
+    let mut feeder = Feeder { pipeline, columns: Columns::new(pipeline), options, first, busy_ns, out, read: 0 };
+    if let Err(Some(error)) = feeder.all() {
+        // Nobody listens any more: the run has ended another way.
+        let _ = out.blocking_send(Event::Failed(error));
+    }
+}
+
+struct Feeder<'a> {
+    pipeline: &'a Pipeline,
+    columns: Columns,
+    options: FeedOptions,
+    first: Option<SourceReader>,
+    busy_ns: &'a AtomicU64,
+    out: &'a mpsc::Sender<Event>,
+    /// Rows read or kept.
+    read: u64,
+}
+
+/// An error to report, or `None`: nobody listens.
+type Ended = Option<RunError>;
+
+impl Feeder<'_> {
+    fn all(&mut self) -> Result<(), Ended> {
+        for index in 0..self.options.files.len() {
+            if self.left() == Some(0) {
+                break;
+            }
+            self.file(index)?;
+        }
+        Ok(())
+    }
+
+    fn left(&self) -> Option<u64> {
+        self.options.limit.map(|limit| limit.saturating_sub(self.read))
+    }
+
+    fn send(&self, event: Event) -> Result<(), Ended> {
+        self.out.blocking_send(event).map_err(|_| None)
+    }
+
+    fn file(&mut self, index: usize) -> Result<(), Ended> {
+        let file = self.options.files[index].clone();
+        let mut state = InputState { size: 0, modified_ns: 0, blake3: String::new() };
+        let mut kept = self.options.kept.remove(&file.relative).unwrap_or_default();
+        if self.options.hash && !file.is_stdin() {
+            state = file_state(&file.path).map_err(|e| Some(e.into()))?;
+            let old = kept.first().map(|p| p.state.clone());
+            let trusted = old.as_ref().is_some_and(|o| o.size == state.size && o.modified_ns == state.modified_ns);
+            if trusted && !self.options.checksum {
+                state = old.unwrap_or(state);
+            } else {
+                state.blake3 = hash_file(&file.path).map_err(|e| Some(e.into()))?;
+                if old.is_some_and(|o| o.blake3 != state.blake3) {
+                    kept.clear();
+                }
+            }
+            let refresh = kept.iter().any(|p| p.state != state);
+            kept.iter_mut().for_each(|p| p.state = state.clone());
+            if !kept.is_empty() {
+                self.send(Event::Kept(kept.clone(), refresh))?;
+            }
+        } else {
+            kept.clear();
+        }
+        self.read += kept.iter().map(|p| p.rows.read).sum::<u64>();
+        let (mut part, mut row, done) = kept.last().map_or((0, 0, false), |p| (p.part + 1, p.end_row, p.last));
+        let first = self.first.take();
+        if done || self.left() == Some(0) {
+            return Ok(());
+        }
+        let mut reader = match first.filter(|_| row == 0) {
+            Some(reader) => reader,
+            None => SourceReader::open(&file, Some(&self.options.plan), &self.columns.settings(), read_limits(self.pipeline), row)
+                .map_err(|e| Some(e.into()))?,
+        };
+        let mut waiting = self.next(&mut reader)?;
+        loop {
+            let first_row = row;
+            let (mut rows, mut bytes) = (0, 0);
+            while let Some(mut batch) = waiting.take() {
+                let mut take = batch.rows.len();
+                let mut size = 0;
+                for (i, text) in batch.texts.iter().enumerate() {
+                    size += match text {
+                        crate::io::TextCell::Text(text) => text.len() as u64,
+                        _ => 0,
+                    };
+                    if rows + i as u64 + 1 == PART_ROWS || bytes + size >= PART_BYTES {
+                        take = i + 1;
+                        break;
+                    }
+                }
+                let whole = take == batch.rows.len();
+                let front = batch.split_front(take);
+                rows += take as u64;
+                bytes += size;
+                row = front.rows.last().map_or(row, |r| r + 1);
+                self.send(Event::Rows(index, front))?;
+                waiting = if whole { self.next(&mut reader)? } else { Some(batch) };
+                if rows >= PART_ROWS || bytes >= PART_BYTES {
+                    break;
+                }
+            }
+            let last = waiting.is_none();
+            if self.options.hash && !file.is_stdin() {
+                let now = file_state(&file.path).map_err(|e| Some(e.into()))?;
+                if (now.size, now.modified_ns) != (state.size, state.modified_ns) {
+                    let text = format!("{} changed while it was read; run again when it is complete", file.path.display());
+                    return Err(Some(crate::io::IoError::Input(text).into()));
+                }
+            }
+            self.send(Event::PartEnd(PartEnd { file: index, part, first_row, end_row: row, last, state: state.clone() }))?;
+            part += 1;
+            if last {
+                return Ok(());
+            }
+        }
+    }
+
+    /// The next batch, cut to the rows that may still be read.
+    fn next(&mut self, reader: &mut SourceReader) -> Result<Option<SourceBatch>, Ended> {
+        if self.left() == Some(0) {
+            return Ok(None);
+        }
+        let began = Instant::now();
+        let batch = reader.next_batch().map_err(|e| Some(e.into()));
+        self.busy_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        let Some(mut batch) = batch? else { return Ok(None) };
+        let rows = batch.rows.len() as u64;
+        let take = self.left().map_or(rows, |left| left.min(rows));
+        self.read += take;
+        Ok(Some(batch.split_front(take as usize)))
+    }
+}

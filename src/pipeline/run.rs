@@ -1,0 +1,602 @@
+//! A run: input files to an output folder or to standard output.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use futures::stream::{self, StreamExt};
+use tokio::sync::{mpsc, watch};
+
+use super::chunks::Prepared;
+use super::documents::{DocState, Need, Scorer};
+use super::feed::{Event, FeedOptions, PartEnd, feed, forced_format, open_first};
+use super::operator::{CutBatch, Operator, limits};
+use super::spec::{OnBadRow, OnMiss, Pipeline};
+use super::summary::{Lengths, Summary, peak_memory};
+use super::RunError;
+use crate::io::{
+    CalibrationLine, ChunkWriter, ColumnPlan, InputFile, IoError, Manifest, PartLine, RowCounts, SERVICE_DIR, SinkTarget, TextCell, at,
+    discover,
+};
+use crate::segment::{calibrate, open_count};
+
+/// Documents that a penalty is calibrated on at most.
+const SAMPLE: usize = 10_000;
+
+/// Why a run was asked to stop.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stop {
+    /// Ctrl-C.
+    Interrupt,
+    /// SIGTERM.
+    Terminate,
+    /// `--stop-after` has passed.
+    Deadline,
+}
+
+impl std::fmt::Display for Stop {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Interrupt => "interrupted",
+            Self::Terminate => "terminated",
+            Self::Deadline => "the time of --stop-after is up",
+        })
+    }
+}
+
+/// How far a run is.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Progress {
+    /// Input files.
+    pub files: usize,
+    /// Input files done.
+    pub files_done: usize,
+    /// Rows read.
+    pub rows: u64,
+    /// Documents whose scores came from the cache, or were not needed.
+    pub from_cache: u64,
+    /// Documents scored.
+    pub scored: u64,
+    /// Chunks.
+    pub chunks: u64,
+    /// Document tokens per second of scoring.
+    pub tokens_per_second: f64,
+}
+
+/// What a run does beside what its pipeline says.
+pub struct RunOptions {
+    /// Folder of fetched models.
+    pub models: PathBuf,
+    /// Rows to read at most.
+    pub limit: Option<u64>,
+    /// Hash inputs whose size and time are unchanged.
+    pub checksum: bool,
+    /// Remove the parts of inputs that are no longer listed.
+    pub prune: bool,
+    /// Find the penalty of `target_mean_tokens` anew.
+    pub recalibrate: bool,
+    /// Changes to `Some` when the run shall stop.
+    pub stop: watch::Receiver<Option<Stop>>,
+    /// Called about once a second.
+    pub progress: Box<dyn Fn(Progress) + Send + Sync>,
+}
+
+/// Runs a pipeline to its end.
+///
+/// Everything committed before an error stays, and the same call goes on from there.
+///
+/// # Errors
+/// [`RunError`].
+pub async fn run(pipeline: &Pipeline, options: RunOptions) -> Result<Summary, RunError> {
+    let began = Instant::now();
+    let target = pipeline.output.path.clone().ok_or_else(|| IoError::Input("no output: set output.path in the pipeline or give --output".into()))?;
+    let folder = (target != "-").then(|| PathBuf::from(&target));
+    let files = discover(&pipeline.input.paths, forced_format(pipeline), folder.as_deref())?;
+    let scorer = Arc::new(Scorer::new(pipeline, &options.models)?);
+    let mut manifest = folder.as_deref().map(Manifest::open).transpose()?;
+    let first = open_first(pipeline, &files)?;
+    let plan = Arc::clone(first.plan());
+
+    let penalty = match pipeline.segment.target_mean_tokens {
+        Some(mean) => calibrated(pipeline, &options, &scorer, &files, &plan, manifest.as_mut(), mean).await?,
+        None => pipeline.segment.penalty(),
+    };
+    let operator = Arc::new(Operator::with_plan(pipeline, Arc::clone(&scorer), Arc::clone(&plan), penalty)?);
+    let spec = spec_hash(pipeline, &scorer, &operator, options.limit);
+
+    let mut kept: HashMap<String, Vec<PartLine>> = HashMap::new();
+    if let Some(manifest) = &manifest {
+        for file in &files {
+            let mut parts = manifest.parts_of(&file.relative, &spec);
+            // Documents that were missing from the cache may be there now.
+            let complete = parts.iter().take_while(|p| p.rows.not_cached == 0).count();
+            parts.truncate(complete);
+            kept.insert(file.relative.clone(), parts);
+        }
+    }
+    let stdout = match &manifest {
+        None => {
+            let out = &pipeline.output;
+            Some(ChunkWriter::create(SinkTarget::Stdout, operator.schema(), out.format, out.compression)?)
+        }
+        Some(_) => None,
+    };
+    let read_ns = Arc::new(AtomicU64::new(0));
+    let feed_options = FeedOptions {
+        files: files.clone(),
+        plan,
+        kept,
+        limit: options.limit,
+        checksum: options.checksum,
+        hash: manifest.is_some(),
+    };
+    let events = spawn_feed(pipeline, feed_options, Some(first), &read_ns);
+    let mut consumer = Consumer {
+        pipeline,
+        files: &files,
+        spec,
+        operator: Arc::clone(&operator),
+        manifest,
+        writer: stdout,
+        temporary: None,
+        part_rows: RowCounts::default(),
+        part_chunks: 0,
+        part_bad: Vec::new(),
+        live: Vec::new(),
+        summary: Summary::default(),
+        lengths: Lengths::default(),
+        files_done: 0,
+        write_ns: 0,
+    };
+    let result = consumer.consume(events, &options).await;
+    // What was scored is kept whatever happened since.
+    let flushed = scorer.store().flush();
+    result?;
+    flushed?;
+    consumer.finish(&options)?;
+
+    let mut summary = consumer.summary;
+    summary.chunks = consumer.lengths.counts();
+    let counters = &scorer.counters;
+    let get = |c: &AtomicU64| c.load(Ordering::Relaxed);
+    let relaxed = summary.documents.relaxed;
+    summary.documents = super::summary::DocumentCounts {
+        from_cache: get(&counters.from_cache),
+        scored: get(&counters.scored),
+        not_needed: get(&counters.not_needed),
+        tokens: get(&counters.tokens),
+        candidates: get(&counters.candidates),
+        relaxed,
+    };
+    let engine = scorer.engine_stats().unwrap_or_default();
+    summary.scoring = super::summary::ScoringCounts {
+        model_loaded: counters.model_loaded.load(Ordering::Relaxed),
+        tokenizer_loaded: counters.tokenizer_loaded.load(Ordering::Relaxed),
+        source_tokens: engine.source_tokens,
+        forward_tokens: engine.forward_tokens,
+        tokens_per_second: if engine.busy_seconds > 0.0 { engine.source_tokens as f64 / engine.busy_seconds } else { 0.0 },
+    };
+    let fixed = pipeline.segment.count.is_some() || pipeline.segment.count_column.is_some();
+    summary.penalty = (!fixed).then_some(penalty);
+    (summary.cache_unsound, summary.cache_unwritten) = scorer.store().trouble();
+    let seconds = |ns: u64| ns as f64 / 1e9;
+    summary.seconds = BTreeMap::from([
+        ("total".to_owned(), began.elapsed().as_secs_f64()),
+        ("read".to_owned(), seconds(get(&read_ns))),
+        ("look_up".to_owned(), seconds(get(&counters.lookup_ns))),
+        ("tokenize".to_owned(), seconds(get(&counters.tokenize_ns))),
+        ("score".to_owned(), engine.busy_seconds),
+        ("segment".to_owned(), seconds(get(&operator.segment_ns))),
+        ("write".to_owned(), seconds(consumer.write_ns)),
+    ]);
+    summary.peak_memory_bytes = peak_memory();
+    if let Some(folder) = &folder {
+        let path = folder.join(SERVICE_DIR).join("summary.json");
+        let text = serde_json::to_string_pretty(&summary).map_err(|e| RunError::Bug(e.to_string()))?;
+        std::fs::write(&path, text + "\n").map_err(at(&path))?;
+    }
+    Ok(summary)
+}
+
+/// Starts the reader thread.
+pub(super) fn spawn_feed(pipeline: &Pipeline, options: FeedOptions, first: Option<crate::io::SourceReader>, busy_ns: &Arc<AtomicU64>) -> mpsc::Receiver<Event> {
+    let (sender, receiver) = mpsc::channel(2);
+    let (pipeline, busy_ns) = (pipeline.clone(), Arc::clone(busy_ns));
+    // Detached on purpose: it ends when the receiver is gone.
+    drop(tokio::task::spawn_blocking(move || feed(&pipeline, options, first, &busy_ns, &sender)));
+    receiver
+}
+
+/// The events of a receiver as a stream.
+pub(super) fn event_stream(receiver: mpsc::Receiver<Event>) -> impl stream::Stream<Item = Event> + Unpin {
+    Box::pin(stream::unfold(receiver, |mut receiver| async move { receiver.recv().await.map(|event| (event, receiver)) }))
+}
+
+/// Waits until the run shall stop.
+pub(super) async fn stopped(mut stop: watch::Receiver<Option<Stop>>) -> Stop {
+    loop {
+        if let Some(reason) = *stop.borrow_and_update() {
+            return reason;
+        }
+        if stop.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+/// Hash of everything that changes output bytes; the program's version is not part of it.
+fn spec_hash(pipeline: &Pipeline, scorer: &Scorer, operator: &Operator, limit: Option<u64>) -> String {
+    let mut words: Vec<String> = vec!["parts 1".into()];
+    words.extend(scorer.keys().iter().map(|k| k.to_hex().to_string()));
+    words.push(format!("{:?} {:?}", operator.cutting, operator.limits));
+    words.push(format!("{:?}", operator.schema.fields()));
+    let mut metadata: Vec<_> = operator.schema.metadata().iter().collect();
+    metadata.sort();
+    words.push(format!("{metadata:?}"));
+    words.push(format!("{:?} {:?} {:?}", pipeline.output.format, pipeline.output.compression, pipeline.output.provenance));
+    let input = &pipeline.input;
+    words.push(format!("{:?} {:?} {:?} {:?}", input.text_column, input.id_column, input.max_document_bytes, input.max_line_bytes));
+    words.push(format!("{:?} {:?} {limit:?}", pipeline.segment.count_column, pipeline.cache.on_miss == OnMiss::Skip));
+    hash_words(&words)
+}
+
+fn hash_words(words: &[String]) -> String {
+    let mut hasher = blake3::Hasher::new();
+    for word in words {
+        hasher.update(&(word.len() as u64).to_le_bytes());
+        hasher.update(word.as_bytes());
+    }
+    hasher.finalize().to_hex()[..32].to_owned()
+}
+
+/// The one consumer: writes and commits, in order.
+struct Consumer<'a> {
+    pipeline: &'a Pipeline,
+    files: &'a [InputFile],
+    spec: String,
+    operator: Arc<Operator>,
+    manifest: Option<Manifest>,
+    writer: Option<ChunkWriter>,
+    temporary: Option<PathBuf>,
+    part_rows: RowCounts,
+    part_chunks: u64,
+    part_bad: Vec<(u64, String)>,
+    /// Data files of this run.
+    live: Vec<String>,
+    summary: Summary,
+    lengths: Lengths,
+    files_done: usize,
+    write_ns: u64,
+}
+
+enum Cut {
+    Batch(usize, Result<CutBatch, RunError>),
+    Other(Event),
+}
+
+impl Consumer<'_> {
+    async fn consume(&mut self, events: mpsc::Receiver<Event>, options: &RunOptions) -> Result<(), RunError> {
+        let operator = Arc::clone(&self.operator);
+        let names: Arc<Vec<String>> = Arc::new(self.files.iter().map(|f| f.relative.clone()).collect());
+        let sides = operator.scorer.threads() + 1;
+        let cut = event_stream(events).map(move |event| {
+            let (operator, names) = (Arc::clone(&operator), Arc::clone(&names));
+            async move {
+                match event {
+                    Event::Rows(file, batch) => {
+                        let task = tokio::spawn(async move { operator.cut(&names[file], Arc::new(batch)).await });
+                        Cut::Batch(file, task.await.unwrap_or_else(|e| Err(RunError::Bug(e.to_string()))))
+                    }
+                    other => Cut::Other(other),
+                }
+            }
+        });
+        let mut cut = Box::pin(cut.buffered(sides));
+        let mut tick = tokio::time::interval(Duration::from_secs(1));
+        let stop = stopped(options.stop.clone());
+        tokio::pin!(stop);
+        loop {
+            tokio::select! {
+                biased;
+                reason = &mut stop => return Err(RunError::Stopped(reason)),
+                _ = tick.tick() => (options.progress)(self.progress()),
+                item = cut.next() => match item {
+                    None => break,
+                    Some(item) => tokio::task::block_in_place(|| self.take(item))?,
+                },
+            }
+        }
+        (options.progress)(self.progress());
+        Ok(())
+    }
+
+    fn progress(&self) -> Progress {
+        let counters = &self.operator.scorer.counters;
+        let get = |c: &AtomicU64| c.load(Ordering::Relaxed);
+        let engine = self.operator.scorer.engine_stats().unwrap_or_default();
+        Progress {
+            files: self.files.len(),
+            files_done: self.files_done,
+            rows: self.summary.rows.read + self.part_rows.read,
+            from_cache: get(&counters.from_cache) + get(&counters.not_needed),
+            scored: get(&counters.scored),
+            chunks: self.lengths.counts().count,
+            tokens_per_second: if engine.busy_seconds > 0.0 { engine.source_tokens as f64 / engine.busy_seconds } else { 0.0 },
+        }
+    }
+
+    fn take(&mut self, item: Cut) -> Result<(), RunError> {
+        match item {
+            Cut::Batch(file, batch) => {
+                let began = Instant::now();
+                let result = batch.and_then(|b| self.write(file, b));
+                self.write_ns += began.elapsed().as_nanos() as u64;
+                result
+            }
+            Cut::Other(Event::PartEnd(end)) => {
+                let began = Instant::now();
+                let result = self.end_part(end);
+                self.write_ns += began.elapsed().as_nanos() as u64;
+                result
+            }
+            Cut::Other(Event::Kept(parts, refresh)) => {
+                for part in parts {
+                    self.summary.rows.add(&part.rows);
+                    self.summary.parts_kept += 1;
+                    self.live.push(part.file.clone());
+                    self.files_done += usize::from(part.last);
+                    if let (true, Some(manifest)) = (refresh, &mut self.manifest) {
+                        manifest.refresh(part)?;
+                    }
+                }
+                Ok(())
+            }
+            Cut::Other(Event::Failed(error)) => Err(error),
+            Cut::Other(Event::Rows(..)) => Ok(()),
+        }
+    }
+
+    /// Path of a data file below the output folder: partition folders of the input are mirrored.
+    fn data_file(&self, file: &InputFile, part: u32) -> String {
+        let (folders, name) = file.relative.rsplit_once('/').unwrap_or(("", &file.relative));
+        let partitions: Vec<&str> = folders.split('/').filter(|f| f.contains('=')).collect();
+        let stem = name.split('.').next().filter(|s| !s.is_empty()).unwrap_or("input");
+        let hash = blake3::hash(file.relative.as_bytes()).to_hex();
+        let own = format!("{stem}-{}-{part:05}.{}", &hash[..8], self.pipeline.output.format.extension());
+        partitions.into_iter().chain([own.as_str()]).collect::<Vec<_>>().join("/")
+    }
+
+    /// Opens the writer of the current part, if it is not open.
+    fn writer(&mut self) -> Result<&mut ChunkWriter, RunError> {
+        if self.writer.is_none() {
+            let root = self.manifest.as_ref().map_or(Path::new("."), Manifest::root);
+            let path = root.join(SERVICE_DIR).join("part.rr-tmp");
+            let out = &self.pipeline.output;
+            self.temporary = Some(path.clone());
+            self.writer = Some(ChunkWriter::create(SinkTarget::File(path), self.operator.schema(), out.format, out.compression)?);
+        }
+        self.writer.as_mut().ok_or_else(|| RunError::Bug("no writer".into()))
+    }
+
+    fn write(&mut self, file: usize, batch: CutBatch) -> Result<(), RunError> {
+        self.part_rows.add(&batch.rows);
+        self.lengths.merge(&batch.lengths);
+        self.summary.documents.relaxed += batch.relaxed;
+        let name = &self.files[file].relative;
+        if let (Some((row, reason)), Some(max)) = (batch.bad.last(), self.pipeline.input.max_bad_rows) {
+            let count = self.summary.rows.bad + self.part_rows.bad;
+            if count > max {
+                return Err(RunError::TooManyBadRows { count, max, file: name.clone(), row: *row, reason: reason.clone() });
+            }
+        }
+        for (row, reason) in &batch.bad {
+            tracing::warn!(file = name, row, reason, "bad row left out");
+        }
+        self.part_bad.extend(batch.bad);
+        for (chunks, bytes) in batch.chunks {
+            self.part_chunks += chunks.num_rows() as u64;
+            self.writer()?.write(chunks, bytes)?;
+        }
+        fail::fail_point!("after-write");
+        Ok(())
+    }
+
+    fn end_part(&mut self, end: PartEnd) -> Result<(), RunError> {
+        let rows = std::mem::take(&mut self.part_rows);
+        let chunks = std::mem::take(&mut self.part_chunks);
+        let bad = std::mem::take(&mut self.part_bad);
+        self.summary.rows.add(&rows);
+        self.files_done += usize::from(end.last);
+        if self.manifest.is_none() {
+            return Ok(());
+        }
+        // Scores are durable before the part that needed them is.
+        self.operator.scorer.store().flush()?;
+        fail::fail_point!("after-cache-flush");
+        self.writer()?;
+        if let Some(writer) = self.writer.take() {
+            writer.finish()?;
+        }
+        let file = &self.files[end.file];
+        let data = self.data_file(file, end.part);
+        let (Some(temporary), Some(manifest)) = (self.temporary.take(), self.manifest.as_mut()) else { return Ok(()) };
+        let target = manifest.root().join(&data);
+        if let Some(parent) = target.parent() {
+            std::fs::create_dir_all(parent).map_err(at(parent))?;
+        }
+        if self.pipeline.input.on_bad_row == OnBadRow::Quarantine {
+            quarantine(manifest.root(), &file.relative, end.first_row, end.end_row, &bad)?;
+        }
+        let bytes = std::fs::metadata(&temporary).map_err(at(&temporary))?.len();
+        let line = PartLine {
+            input: file.relative.clone(),
+            state: end.state,
+            part: end.part,
+            first_row: end.first_row,
+            end_row: end.end_row,
+            last: end.last,
+            file: data.clone(),
+            bytes,
+            rows,
+            chunks,
+            spec: self.spec.clone(),
+        };
+        manifest.commit(&temporary, line)?;
+        self.live.push(data);
+        self.summary.parts_made += 1;
+        Ok(())
+    }
+
+    fn finish(&mut self, options: &RunOptions) -> Result<(), RunError> {
+        match &mut self.manifest {
+            None => {
+                if let Some(writer) = self.writer.take() {
+                    writer.finish()?;
+                }
+            }
+            Some(manifest) => {
+                let inputs: Vec<&str> = self.files.iter().map(|f| f.relative.as_str()).collect();
+                self.summary.parts_removed = manifest.finish(&inputs, &self.live, options.prune)?.len() as u64;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Puts the bad rows of a part into `quarantine.jsonl`, in place of what an earlier attempt at these rows left there.
+fn quarantine(root: &Path, input: &str, first: u64, end: u64, bad: &[(u64, String)]) -> Result<(), IoError> {
+    #[derive(serde::Serialize, serde::Deserialize)]
+    struct BadLine {
+        source_file: String,
+        source_row: u64,
+        reason: String,
+    }
+    let path = root.join(SERVICE_DIR).join("quarantine.jsonl");
+    let old = match std::fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => String::new(),
+        Err(e) => return Err(at(&path)(e)),
+    };
+    let mut lines: Vec<BadLine> = old
+        .lines()
+        .filter_map(|l| serde_json::from_str::<BadLine>(l).ok())
+        .filter(|l| l.source_file != input || !(first..end).contains(&l.source_row))
+        .collect();
+    if bad.is_empty() && lines.len() == old.lines().count() {
+        return Ok(());
+    }
+    lines.extend(bad.iter().map(|(row, reason)| BadLine { source_file: input.to_owned(), source_row: *row, reason: reason.clone() }));
+    lines.sort_by(|a, b| (&a.source_file, a.source_row).cmp(&(&b.source_file, b.source_row)));
+    let folder = root.join(SERVICE_DIR);
+    let mut file = tempfile::Builder::new().suffix(".rr-tmp").tempfile_in(&folder).map_err(at(&folder))?;
+    for line in &lines {
+        serde_json::to_writer(&mut file, line).map_err(|e| at(&path)(e.into()))?;
+        file.write_all(b"\n").map_err(at(&path))?;
+    }
+    file.as_file().sync_all().map_err(at(&path))?;
+    file.persist(&path).map_err(|e| at(&path)(e.error))?;
+    Ok(())
+}
+
+/// The penalty for a mean chunk length: the one in the manifest, else found on a sample of the documents.
+async fn calibrated(
+    pipeline: &Pipeline,
+    options: &RunOptions,
+    scorer: &Arc<Scorer>,
+    files: &[InputFile],
+    plan: &Arc<ColumnPlan>,
+    manifest: Option<&mut Manifest>,
+    mean: f64,
+) -> Result<f64, RunError> {
+    let limits = limits(pipeline);
+    let mut words = vec!["calibration 1".to_owned(), format!("{mean} {limits:?}")];
+    words.extend(scorer.keys().iter().map(|k| k.to_hex().to_string()));
+    let spec = hash_words(&words);
+    if let Some(found) = manifest.as_ref().and_then(|m| m.calibration(&spec)).filter(|_| !options.recalibrate) {
+        return Ok(found.penalty);
+    }
+    if files.iter().any(InputFile::is_stdin) {
+        return Err(IoError::Input("segment.target_mean_tokens reads the input twice, which standard input does not allow; give a penalty".into()).into());
+    }
+    tracing::info!(mean, "finding the penalty for the mean chunk length");
+    let all = || FeedOptions {
+        files: files.to_vec(),
+        plan: Arc::clone(plan),
+        kept: HashMap::new(),
+        limit: options.limit,
+        checksum: false,
+        hash: false,
+    };
+    let stop = stopped(options.stop.clone());
+    tokio::pin!(stop);
+    let unused = Arc::new(AtomicU64::new(0));
+    let hash_of = |cell: &TextCell| match cell {
+        TextCell::Text(text) if !text.is_empty() => Some(*blake3::hash(text.as_bytes()).as_bytes()),
+        _ => None,
+    };
+
+    let mut smallest: std::collections::BTreeSet<[u8; 32]> = std::collections::BTreeSet::new();
+    let mut events = spawn_feed(pipeline, all(), None, &unused);
+    loop {
+        let event = tokio::select! { biased; reason = &mut stop => return Err(RunError::Stopped(reason)), event = events.recv() => event };
+        match event {
+            None => break,
+            Some(Event::Failed(error)) => return Err(error),
+            Some(Event::Rows(_, batch)) => {
+                for hash in batch.texts.iter().filter_map(hash_of) {
+                    smallest.insert(hash);
+                    if smallest.len() > SAMPLE {
+                        smallest.pop_last();
+                    }
+                }
+            }
+            Some(_) => {}
+        }
+    }
+
+    let mut sample = Vec::new();
+    let mut tokens = 0;
+    let mut events = spawn_feed(pipeline, all(), None, &unused);
+    loop {
+        let event = tokio::select! { biased; reason = &mut stop => return Err(RunError::Stopped(reason)), event = events.recv() => event };
+        let mut batch = match event {
+            None => break,
+            Some(Event::Failed(error)) => return Err(error),
+            Some(Event::Rows(_, batch)) => batch,
+            Some(_) => continue,
+        };
+        for text in &mut batch.texts {
+            if !hash_of(text).is_some_and(|h| smallest.remove(&h)) {
+                *text = TextCell::Null;
+            }
+        }
+        let batch = Arc::new(batch);
+        let states = tokio::select! { biased; reason = &mut stop => return Err(RunError::Stopped(reason)), states = scorer.resolve(&batch, Need::Cuttable(limits)) => states? };
+        for state in states {
+            if let DocState::Ready(document) = state {
+                tokens += u64::from(document.tokens);
+                sample.push((Prepared::new(&document).cuts, document.tokens));
+            }
+        }
+    }
+    scorer.store().flush()?;
+    let count = |penalty: f64| {
+        let chunks = sample.iter().map(|(cuts, tokens)| open_count(cuts, *tokens, &limits, penalty).cuts.len() as u64 + 1);
+        Ok::<_, RunError>(chunks.sum())
+    };
+    let found = tokio::task::block_in_place(|| calibrate(tokens, mean, count))?;
+    tracing::info!(penalty = found.penalty, mean_tokens = found.mean_tokens, documents = sample.len(), "penalty found");
+    if let Some(manifest) = manifest {
+        manifest.store_calibration(CalibrationLine {
+            target_mean_tokens: mean,
+            penalty: found.penalty,
+            mean_tokens: found.mean_tokens,
+            documents: sample.len() as u64,
+            spec,
+        })?;
+    }
+    Ok(found.penalty)
+}

@@ -1,0 +1,657 @@
+//! The pipeline file: every key, its default, and what may stand there (design section 4).
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// A pipeline is at fault.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SpecError {
+    /// A file could not be read.
+    #[error("{path}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The text is no TOML.
+    #[error("{origin}: {reason}")]
+    Syntax {
+        /// Where it came from.
+        origin: String,
+        /// What the parser says.
+        reason: String,
+    },
+    /// A key or value is wrong.
+    #[error("{key}: {reason}")]
+    Value {
+        /// The key, dotted.
+        key: String,
+        /// What is wrong, and what may stand there.
+        reason: String,
+    },
+}
+
+/// A pipeline: what comes in, how it is scored and cut, what goes out.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Pipeline {
+    /// Where documents come from.
+    pub input: Input,
+    /// The language model.
+    pub model: Model,
+    /// How edges are scored.
+    pub score: Score,
+    /// Which edges are candidates.
+    pub edges: EdgesTable,
+    /// How scores become chunks.
+    pub segment: Segment,
+    /// The score cache.
+    pub cache: Cache,
+    /// Where chunks go.
+    pub output: Output,
+}
+
+/// The `[input]` table.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Input {
+    /// Files, folders or globs; `-` is standard input. Relative to the pipeline file. Names in folders that begin with `_` or `.` are skipped.
+    pub paths: Vec<String>,
+    /// File format; `auto` goes by the name, for standard input by the content.
+    pub format: InputFormat,
+    /// Column that holds the text.
+    pub text_column: String,
+    /// Column that identifies a document; without one it is `<path>#<row>`.
+    pub id_column: Option<String>,
+    /// Columns copied to every chunk: a list of names, "all" or "none".
+    pub pass_through: PassThrough,
+    /// Arrow types of JSONL columns that are passed through, such as `{ year = "int64" }`; the others become JSON text.
+    pub columns: BTreeMap<String, String>,
+    /// What becomes of a row that cannot be used.
+    pub on_bad_row: OnBadRow,
+    /// Bad rows after which the run stops although it may skip them; none is no limit.
+    pub max_bad_rows: Option<u64>,
+    /// Bytes of text above which a document is a bad row.
+    pub max_document_bytes: u64,
+    /// Bytes of a JSONL line above which it is a bad row.
+    pub max_line_bytes: u64,
+}
+
+impl Default for Input {
+    fn default() -> Self {
+        Self {
+            paths: Vec::new(),
+            format: InputFormat::Auto,
+            text_column: "text".into(),
+            id_column: None,
+            pass_through: PassThrough::default(),
+            columns: BTreeMap::new(),
+            on_bad_row: OnBadRow::Fail,
+            max_bad_rows: None,
+            max_document_bytes: 256 << 20,
+            max_line_bytes: 512 << 20,
+        }
+    }
+}
+
+/// Format of the input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum InputFormat {
+    /// By file name or content.
+    Auto,
+    /// Apache Parquet.
+    Parquet,
+    /// JSON lines, plain, gzip or zstd.
+    Jsonl,
+    /// Arrow IPC, file or stream.
+    Arrow,
+}
+
+/// Columns that are copied to every chunk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum PassThrough {
+    /// "all" or "none".
+    Word(PassThroughWord),
+    /// These columns.
+    Columns(Vec<String>),
+}
+
+impl Default for PassThrough {
+    fn default() -> Self {
+        Self::Word(PassThroughWord::None)
+    }
+}
+
+/// All columns or none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum PassThroughWord {
+    /// Every column but text and id (Parquet, Arrow; for JSONL those of `input.columns`).
+    All,
+    /// None.
+    None,
+}
+
+/// Policy for bad rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum OnBadRow {
+    /// Stop with an error that names the row.
+    Fail,
+    /// Leave it out and count it.
+    Skip,
+    /// Leave it out, count it, and write it to `_right-reset/quarantine.jsonl`.
+    Quarantine,
+}
+
+/// The `[model]` table.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Model {
+    /// A built-in name, a GGUF file or a hub directory. A path is relative to the pipeline file.
+    pub name: String,
+    /// Precision of inference; `auto` is f32 on every machine.
+    pub precision: Precision,
+    /// Where inference runs; `cpu` is the only one of this build.
+    pub device: String,
+    /// Put the beginning-of-sequence token before the full pass, for models that need it.
+    pub bos: bool,
+    /// Inference threads; none is one per available processor.
+    pub threads: Option<u32>,
+}
+
+impl Default for Model {
+    fn default() -> Self {
+        Self { name: "smollm2-135m".into(), precision: Precision::Auto, device: "cpu".into(), bos: false, threads: None }
+    }
+}
+
+/// Precision of inference.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// f32.
+    Auto,
+    /// 32-bit floats, the reference.
+    F32,
+}
+
+/// The `[score]` table.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Score {
+    /// Readouts of the reset pass; `rr` is the only one of this version.
+    pub readouts: Vec<Readout>,
+    /// Where states are read: a block number, a share such as "75%" (rounded down), or "final" (after the final norm).
+    pub layer: Layer,
+    /// Tokens of the reset window, W.
+    pub window: u32,
+    /// Positions skipped at the start of the window, s.
+    pub skip: u32,
+    /// Positions of the reset pass.
+    pub positions: PositionsWord,
+    /// What stands before the window: `none`, `bos`, `document`, `token:<special token>`, `separator:<text>` or `local:<tokens>`.
+    pub reset_prefix: String,
+    /// Tokens of one full pass; at most the model's own context is used.
+    pub context: u32,
+    /// Tokens of one batch. Changes speed and memory only.
+    pub batch_tokens: u32,
+}
+
+impl Default for Score {
+    fn default() -> Self {
+        Self {
+            readouts: vec![Readout::Rr],
+            layer: Layer::Word("75%".into()),
+            window: 24,
+            skip: 1,
+            positions: PositionsWord::Original,
+            reset_prefix: "none".into(),
+            context: 8192,
+            batch_tokens: 3456,
+        }
+    }
+}
+
+/// A readout.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Readout {
+    /// Right Reset: mean cosine of full and reset states.
+    Rr,
+}
+
+/// A layer as typed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub enum Layer {
+    /// Block number; 0 is the embeddings.
+    Number(u32),
+    /// "75%" or "final".
+    Word(String),
+}
+
+/// How positions of a reset pass are numbered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum PositionsWord {
+    /// As in the document.
+    Original,
+    /// From 0.
+    Reindexed,
+}
+
+/// The `[edges]` table.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct EdgesTable {
+    /// One candidate per this many tokens.
+    pub grid: u32,
+    /// Whether every sentence end is a candidate too.
+    pub sentence_ends: bool,
+}
+
+impl Default for EdgesTable {
+    fn default() -> Self {
+        Self { grid: 8, sentence_ends: true }
+    }
+}
+
+/// The `[segment]` table. Changing it needs no inference.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Segment {
+    /// What is maximised.
+    pub objective: Objective,
+    /// What a cut costs, rho; an edge is worth cutting at if its utility exceeds it. Default 0.95.
+    pub penalty: Option<f64>,
+    /// Instead of `penalty`: the mean chunk length to aim for, in tokens.
+    pub target_mean_tokens: Option<f64>,
+    /// Instead of an open count: exactly this many chunks per document.
+    pub count: Option<u32>,
+    /// Instead of `count`: an integer column that holds it.
+    pub count_column: Option<String>,
+    /// Weights of the readouts' percentiles, such as `{ rr = 1.0 }`; none is the first readout alone.
+    pub utility: Option<BTreeMap<String, f64>>,
+    /// Soft target of a chunk, T, in tokens.
+    pub target: u32,
+    /// Hard minimum of a chunk, Lmin, in tokens.
+    pub min: u32,
+    /// Hard maximum of a chunk, Lmax, in tokens.
+    pub max: u32,
+    /// Length coefficient, lambda.
+    pub length_weight: f64,
+}
+
+impl Segment {
+    /// rho.
+    #[must_use]
+    pub fn penalty(&self) -> f64 {
+        self.penalty.unwrap_or(0.95)
+    }
+}
+
+impl Default for Segment {
+    fn default() -> Self {
+        Self {
+            objective: Objective::Percentile,
+            penalty: None,
+            target_mean_tokens: None,
+            count: None,
+            count_column: None,
+            utility: None,
+            target: 192,
+            min: 48,
+            max: 384,
+            length_weight: 0.02,
+        }
+    }
+}
+
+/// The objective of segmentation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Objective {
+    /// Percentiles of scores within the document.
+    Percentile,
+}
+
+/// The `[cache]` table.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Cache {
+    /// Folder of the score cache; none is the user's cache folder.
+    pub path: Option<PathBuf>,
+    /// What to do about a document that is not in the cache.
+    pub on_miss: OnMiss,
+    /// Whether the cache is used.
+    pub mode: CacheMode,
+    /// Bytes on disk beyond which nothing more is written; none is no limit.
+    pub max_bytes: Option<u64>,
+}
+
+impl Default for Cache {
+    fn default() -> Self {
+        Self { path: None, on_miss: OnMiss::Score, mode: CacheMode::On, max_bytes: None }
+    }
+}
+
+/// What to do about a document that is not in the cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum OnMiss {
+    /// Score it.
+    Score,
+    /// Stop: never start inference by surprise.
+    Error,
+    /// Leave it out and count it.
+    Skip,
+}
+
+/// Whether the cache is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum CacheMode {
+    /// Read and written.
+    On,
+    /// Neither.
+    Off,
+}
+
+/// The `[output]` table.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Output {
+    /// Folder of the output; `-` is standard output. Relative to the pipeline file.
+    pub path: Option<String>,
+    /// File format.
+    pub format: OutputFormat,
+    /// Compression of Parquet and Arrow files.
+    pub compression: Compression,
+    /// Whether chunks carry `source_file` and `source_row`.
+    pub provenance: bool,
+}
+
+impl Default for Output {
+    fn default() -> Self {
+        Self { path: None, format: OutputFormat::Parquet, compression: Compression::Zstd, provenance: true }
+    }
+}
+
+/// Format of the output.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum OutputFormat {
+    /// Apache Parquet; an Arrow IPC stream on standard output.
+    Parquet,
+    /// Arrow IPC file; a stream on standard output.
+    Arrow,
+    /// JSON lines.
+    Jsonl,
+}
+
+impl OutputFormat {
+    /// Extension of its files.
+    #[must_use]
+    pub fn extension(self) -> &'static str {
+        match self {
+            Self::Parquet => "parquet",
+            Self::Arrow => "arrow",
+            Self::Jsonl => "jsonl",
+        }
+    }
+}
+
+/// Compression of the output.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Compression {
+    /// zstd.
+    Zstd,
+    /// Snappy (Parquet only).
+    Snappy,
+    /// None.
+    None,
+}
+
+/// Where the tables of a pipeline come from, later ones over earlier ones.
+#[derive(Debug, Clone, Default)]
+pub struct SpecSources {
+    /// The pipeline file.
+    pub file: PathBuf,
+    /// Overlay files.
+    pub overlays: Vec<PathBuf>,
+    /// `KEY=VALUE` settings; a value is TOML, else a string.
+    pub settings: Vec<String>,
+}
+
+impl Pipeline {
+    /// Reads a pipeline: file < overlays < settings. Paths in a file become relative to it.
+    ///
+    /// # Errors
+    /// [`SpecError`] that names the key or file, and the nearest known key for an unknown one.
+    pub fn load(sources: &SpecSources) -> Result<Self, SpecError> {
+        let mut table = toml::Table::new();
+        for file in std::iter::once(&sources.file).chain(&sources.overlays) {
+            let text = std::fs::read_to_string(file).map_err(|source| SpecError::Io { path: file.clone(), source })?;
+            let mut layer: toml::Table = text
+                .parse()
+                .map_err(|e: toml::de::Error| SpecError::Syntax { origin: file.display().to_string(), reason: e.to_string() })?;
+            rebase(&mut layer, file.parent().unwrap_or(Path::new("")));
+            merge(&mut table, layer);
+        }
+        for setting in &sources.settings {
+            let (key, value) = setting.split_once('=').ok_or_else(|| SpecError::Syntax {
+                origin: format!("--set {setting}"),
+                reason: "expected KEY=VALUE, such as --set segment.penalty=0.9".into(),
+            })?;
+            merge(&mut table, setting_table(key.trim(), value.trim())?);
+        }
+        Self::from_table(table)
+    }
+
+    /// Reads a pipeline from TOML text.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn parse(text: &str) -> Result<Self, SpecError> {
+        let table = text
+            .parse()
+            .map_err(|e: toml::de::Error| SpecError::Syntax { origin: "pipeline".into(), reason: e.to_string() })?;
+        Self::from_table(table)
+    }
+
+    fn from_table(table: toml::Table) -> Result<Self, SpecError> {
+        let pipeline: Self = serde_path_to_error::deserialize(table).map_err(|e| {
+            let (path, reason) = (e.path().to_string(), e.into_inner().message().to_owned());
+            SpecError::Value { key: path, reason: with_nearest(&reason) }
+        })?;
+        pipeline.validate()?;
+        Ok(pipeline)
+    }
+
+    /// Checks values that the types let through.
+    ///
+    /// # Errors
+    /// [`SpecError::Value`] that names the key.
+    pub fn validate(&self) -> Result<(), SpecError> {
+        let fail = |key: &str, reason: String| Err(SpecError::Value { key: key.into(), reason });
+        let s = &self.segment;
+        if s.target == 0 || s.max == 0 || s.min > s.max {
+            return fail("segment", format!("needs target >= 1 and min <= max, got target {}, min {}, max {}", s.target, s.min, s.max));
+        }
+        if !s.length_weight.is_finite() || s.length_weight < 0.0 {
+            return fail("segment.length_weight", format!("must be a number >= 0, got {}", s.length_weight));
+        }
+        let (low, high) = crate::segment::PENALTY_RANGE;
+        if s.penalty.is_some_and(|p| !(low..=high).contains(&p)) {
+            return fail("segment.penalty", format!("must lie in {low}..={high} (utilities lie in 0..1), got {}", s.penalty()));
+        }
+        let ways = [s.penalty.is_some(), s.target_mean_tokens.is_some(), s.count.is_some(), s.count_column.is_some()];
+        if ways.iter().filter(|w| **w).count() > 1 {
+            return fail("segment", "give one of penalty, target_mean_tokens, count and count_column".into());
+        }
+        if s.target_mean_tokens.is_some_and(|m| !m.is_finite() || m < 1.0) {
+            return fail("segment.target_mean_tokens", "must be a number of tokens, at least 1".into());
+        }
+        if s.count == Some(0) {
+            return fail("segment.count", "must be at least 1".into());
+        }
+        if let Some(weights) = &s.utility {
+            if let Some(name) = weights.keys().find(|k| *k != "rr") {
+                return fail("segment.utility", format!("no readout {name:?} is scored (score.readouts has: rr)"));
+            }
+            if !weights.values().all(|w| w.is_finite() && *w > 0.0) {
+                return fail("segment.utility", "weights must be numbers > 0".into());
+            }
+        }
+        if self.score.readouts != [Readout::Rr] {
+            return fail("score.readouts", "must be [\"rr\"]".into());
+        }
+        if self.score.window == 0 || self.score.window > 4096 {
+            return fail("score.window", format!("must lie in 1..=4096, got {}", self.score.window));
+        }
+        if self.score.context < 16 {
+            return fail("score.context", format!("must be at least 16, got {}", self.score.context));
+        }
+        if self.edges.grid == 0 {
+            return fail("edges.grid", "must be at least 1".into());
+        }
+        if self.model.device != "cpu" {
+            return fail("model.device", format!("{:?} is not part of this build; use \"cpu\"", self.model.device));
+        }
+        if self.model.threads == Some(0) {
+            return fail("model.threads", "must be at least 1; leave it out for one per processor".into());
+        }
+        if self.output.format == OutputFormat::Arrow && self.output.compression == Compression::Snappy {
+            return fail("output.compression", "Arrow files can be zstd or none".into());
+        }
+        Ok(())
+    }
+}
+
+/// Puts `over` over `base`, table by table.
+fn merge(base: &mut toml::Table, over: toml::Table) {
+    for (key, value) in over {
+        match (base.get_mut(&key), value) {
+            (Some(toml::Value::Table(old)), toml::Value::Table(new)) if key != "utility" && key != "columns" => merge(old, new),
+            (_, value) => {
+                // A later way of fixing the number of cuts replaces an earlier one.
+                const WAYS: [&str; 4] = ["penalty", "target_mean_tokens", "count", "count_column"];
+                if WAYS.contains(&key.as_str()) {
+                    WAYS.iter().for_each(|way| drop(base.remove(*way)));
+                }
+                base.insert(key, value);
+            }
+        }
+    }
+}
+
+/// Makes the paths of a file relative to its folder.
+fn rebase(table: &mut toml::Table, folder: &Path) {
+    let join = |value: &mut toml::Value| {
+        if let toml::Value::String(path) = value {
+            if path != "-" && Path::new(path.as_str()).is_relative() {
+                *path = folder.join(&*path).to_string_lossy().into_owned();
+            }
+        }
+    };
+    let mut at = |section: &str, key: &str| {
+        let value = table.get_mut(section).and_then(|t| t.get_mut(key));
+        match value {
+            Some(toml::Value::Array(list)) => list.iter_mut().for_each(join),
+            Some(value) if section != "model" => join(value),
+            // A model's name is a path only if it looks like one.
+            Some(toml::Value::String(name)) if name.contains(['/', '.']) && Path::new(name.as_str()).is_relative() => {
+                *name = folder.join(&*name).to_string_lossy().into_owned();
+            }
+            _ => {}
+        }
+    };
+    at("input", "paths");
+    at("model", "name");
+    at("cache", "path");
+    at("output", "path");
+}
+
+/// The nested table that `a.b=value` stands for.
+fn setting_table(key: &str, value: &str) -> Result<toml::Table, SpecError> {
+    let parsed = format!("v = {value}").parse::<toml::Table>().ok().and_then(|mut t| t.remove("v"));
+    let mut value = parsed.unwrap_or_else(|| toml::Value::String(value.to_owned()));
+    if key.is_empty() || key.split('.').any(str::is_empty) {
+        return Err(SpecError::Syntax { origin: format!("--set {key}"), reason: "the key is empty".into() });
+    }
+    let mut table = toml::Table::new();
+    for (depth, part) in key.rsplit('.').enumerate() {
+        if depth > 0 {
+            value = toml::Value::Table(std::mem::take(&mut table));
+        }
+        table.insert(part.to_owned(), std::mem::replace(&mut value, toml::Value::Boolean(false)));
+    }
+    Ok(table)
+}
+
+/// Adds the nearest known name to serde's sentence about an unknown one.
+fn with_nearest(reason: &str) -> String {
+    let quoted: Vec<&str> = reason.split('`').skip(1).step_by(2).collect();
+    let Some((unknown, known)) = quoted.split_first() else { return reason.to_owned() };
+    if !reason.starts_with("unknown ") {
+        return reason.to_owned();
+    }
+    let nearest = known
+        .iter()
+        .map(|name| (strsim::damerau_levenshtein(unknown, name), *name))
+        .min()
+        .filter(|(distance, name)| *distance <= name.len().max(unknown.len()) / 2);
+    match nearest {
+        Some((_, name)) => format!("{reason}; did you mean `{name}`?"),
+        None => reason.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_key_names_the_nearest() {
+        let error = Pipeline::parse("[segment]\npenalti = 0.9").unwrap_err().to_string();
+        assert!(error.contains("penalti") && error.contains("did you mean `penalty`?") && error.starts_with("segment"), "{error}");
+        let error = Pipeline::parse("[segmant]\npenalty = 0.9").unwrap_err().to_string();
+        assert!(error.contains("did you mean `segment`?"), "{error}");
+        let error = Pipeline::parse("[input]\non_bad_row = \"skp\"").unwrap_err().to_string();
+        assert!(error.contains("did you mean `skip`?"), "{error}");
+    }
+
+    #[test]
+    fn file_overlay_setting_take_precedence_in_that_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| {
+            let path = dir.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            path
+        };
+        let file = write("a.toml", "[segment]\npenalty = 0.9\nmin = 10\n[input]\npaths = [\"in\"]");
+        std::fs::create_dir(dir.path().join("sub")).unwrap();
+        let overlay = write("sub/b.toml", "[segment]\ntarget_mean_tokens = 99\n[output]\npath = \"out\"");
+        let load = |settings: &[&str]| {
+            let settings = settings.iter().map(|s| (*s).to_owned()).collect();
+            Pipeline::load(&SpecSources { file: file.clone(), overlays: vec![overlay.clone()], settings })
+        };
+        let spec = load(&["segment.min=12", "input.text_column=body"]).unwrap();
+        assert_eq!((spec.segment.min, spec.segment.target_mean_tokens, spec.segment.penalty), (12, Some(99.0), None));
+        assert_eq!(spec.input.paths, [dir.path().join("in").to_string_lossy()]);
+        assert_eq!(spec.output.path, Some(dir.path().join("sub/out").to_string_lossy().into_owned()));
+        assert_eq!(spec.input.text_column, "body");
+        assert_eq!(load(&["segment.penalty=0.5"]).unwrap().segment.penalty(), 0.5);
+        assert!(load(&["segment.penalty=7"]).unwrap_err().to_string().contains("segment.penalty"));
+        assert!(load(&["nonsense"]).unwrap_err().to_string().contains("KEY=VALUE"));
+    }
+}
