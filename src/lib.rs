@@ -1,6 +1,13 @@
 //! Right Reset: cuts documents into chunks where a causal language model depends least on what came before.
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
 
+/// A named step at which a test can let the process die at once, as a power cut would. Nothing but in test builds.
+macro_rules! kill_point {
+    ($name:literal) => {
+        fail::fail_point!($name, |_| std::process::abort())
+    };
+}
+
 pub mod cache;
 pub mod index;
 pub mod io;

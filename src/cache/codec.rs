@@ -165,13 +165,8 @@ impl<'a> Block<'a> {
         if blake3::hash(&bytes[..HEADER + len]).as_bytes()[..SEAL] != *seal {
             return None;
         }
-        let block = Self {
-            key: *key,
-            namespace: *namespace,
-            blocks: u16::from_le_bytes(*blocks),
-            bytes: u32::from_le_bytes(*total),
-            payload,
-        };
+        let block =
+            Self { key: *key, namespace: *namespace, blocks: u16::from_le_bytes(*blocks), bytes: u32::from_le_bytes(*total), payload };
         Some((block, HEADER + len + SEAL))
     }
 }

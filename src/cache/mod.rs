@@ -18,7 +18,9 @@ pub use sled_store::{NamespaceStats, SledStore, StoreStats};
 #[non_exhaustive]
 pub enum CacheError {
     /// Another process uses the cache.
-    #[error("the score cache at {path} is in use by {holder}; wait for it to end, or give this run another cache with --set cache.path=DIR")]
+    #[error(
+        "the score cache at {path} is in use by {holder}; wait for it to end, or give this run another cache with --set cache.path=DIR"
+    )]
     Locked {
         /// Its folder.
         path: PathBuf,

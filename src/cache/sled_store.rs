@@ -137,10 +137,8 @@ impl SledStore {
     /// [`CacheError`] if the store cannot be read.
     pub fn stats(&self) -> Result<StoreStats, CacheError> {
         let known = self.namespaces.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let mut by_id: BTreeMap<u32, NamespaceStats> = known
-            .into_iter()
-            .map(|(id, namespace)| (id, NamespaceStats { id, namespace, records: 0, payload_bytes: 0 }))
-            .collect();
+        let mut by_id: BTreeMap<u32, NamespaceStats> =
+            known.into_iter().map(|(id, namespace)| (id, NamespaceStats { id, namespace, records: 0, payload_bytes: 0 })).collect();
         let mut unsound = 0;
         for item in self.shards.iter().flat_map(|db| db.iter()) {
             let (stored, value) = item.map_err(|e| self.failed(&e))?;
@@ -195,8 +193,12 @@ impl ScoreStore for SledStore {
         let mut broken = vec![false; wanted.len()];
         for item in self.shard(text.as_bytes()).scan_prefix(text.as_bytes()) {
             let (stored, value) = item.map_err(|e| self.failed(&e))?;
-            let Ok(stored) = <[u8; KEY]>::try_from(&stored[..]) else { continue };
-            let Some(i) = wanted.iter().position(|id| id.0 == namespace_of(&stored)) else { continue };
+            let Ok(stored) = <[u8; KEY]>::try_from(&stored[..]) else {
+                continue;
+            };
+            let Some(i) = wanted.iter().position(|id| id.0 == namespace_of(&stored)) else {
+                continue;
+            };
             let number = u16::from_be_bytes([stored[36], stored[37]]);
             let opened = Block::open(&value).filter(|(b, length)| b.key == stored && *length == value.len());
             let Some((block, _)) = opened.filter(|(b, _)| Some(b.namespace) == tags[i]) else {
@@ -212,9 +214,8 @@ impl ScoreStore for SledStore {
         let mut out = Vec::with_capacity(wanted.len());
         for (found, broken) in found.into_iter().zip(broken) {
             let there = found.is_some();
-            let whole = found
-                .filter(|(payload, next, blocks, bytes)| !broken && next == blocks && payload.len() == *bytes as usize)
-                .map(|f| f.0);
+            let whole =
+                found.filter(|(payload, next, blocks, bytes)| !broken && next == blocks && payload.len() == *bytes as usize).map(|f| f.0);
             if whole.is_none() && (there || broken) {
                 self.unsound.fetch_add(1, Ordering::Relaxed);
             }
@@ -343,7 +344,9 @@ fn open_shard(path: &Path, dir: &Path) -> Result<sled::Db, CacheError> {
     let db = match attempt(dir) {
         Attempt::Open(db) => db,
         Attempt::Failed(e) => return Err(io(path)(e)),
-        Attempt::Damaged(reason) => return Err(CacheError::Damaged { path: path.to_owned(), reason }),
+        Attempt::Damaged(reason) => {
+            return Err(CacheError::Damaged { path: path.to_owned(), reason });
+        }
     };
     let kept = salvage(path, &aside, &db)?;
     db.flush().map_err(|e| damage(path, &e))?;
@@ -377,7 +380,9 @@ fn salvage(path: &Path, aside: &Path, db: &sled::Db) -> Result<u64, CacheError> 
             let mut at = 0;
             let end = if last { window.len() } else { window.len().saturating_sub(OVERLAP) };
             while at < end {
-                let Some(found) = window[at..].iter().position(|&b| b == MAGIC[0]) else { break };
+                let Some(found) = window[at..].iter().position(|&b| b == MAGIC[0]) else {
+                    break;
+                };
                 at += found;
                 match Block::open(&window[at..]) {
                     Some((block, length)) => {

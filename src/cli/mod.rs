@@ -73,6 +73,8 @@ impl Failure {
 /// Runs the command line and gives its exit code.
 pub(crate) fn main() -> ExitCode {
     let args = Args::parse();
+    // Reads FAILPOINTS in test builds; nothing otherwise.
+    let _scenario = fail::FailScenario::setup();
     print::start_logging(args.log_format);
     let result = std::panic::catch_unwind(|| dispatch(args));
     let failure = match result {
@@ -111,18 +113,15 @@ fn dispatch(args: Args) -> Result<(), Failure> {
         }
         Command::Score(score) => {
             let pipeline = load(&score.common, None)?;
-            let (documents, edges) = block_on(None, |stop| {
-                pipeline::export_edges(&pipeline, &models, &score.output, score.curves, score.common.limit, stop)
-            })?;
+            let (documents, edges) =
+                block_on(None, |stop| pipeline::export_edges(&pipeline, &models, &score.output, score.curves, score.common.limit, stop))?;
             eprintln!("{edges} candidate edges of {documents} documents written to {}", score.output.display());
             Ok(())
         }
         Command::Sweep(sweep) => {
             let mut pipeline = load(&sweep.common, None)?;
             pipeline.cache.on_miss = if sweep.on_miss == Some(args::SweepOnMiss::Score) { OnMiss::Score } else { OnMiss::Skip };
-            let found = block_on(None, |stop| {
-                pipeline::sweep(&pipeline, &models, &sweep.penalty.0, sweep.common.limit, stop)
-            })?;
+            let found = block_on(None, |stop| pipeline::sweep(&pipeline, &models, &sweep.penalty.0, sweep.common.limit, stop))?;
             print::sweep(&found, sweep.json)
         }
         Command::Models { command } => match command {
@@ -190,8 +189,7 @@ fn cache(command: CacheCommand, path: &Path) -> Result<(), Failure> {
 
 /// Loads a pipeline with overlays, settings and flags over it.
 fn load(common: &Common, output: Option<&str>) -> Result<Pipeline, Failure> {
-    let sources =
-        SpecSources { file: common.pipeline.clone(), overlays: common.overlay.clone(), settings: common.set.clone() };
+    let sources = SpecSources { file: common.pipeline.clone(), overlays: common.overlay.clone(), settings: common.set.clone() };
     let mut pipeline = Pipeline::load(&sources)?;
     if !common.input.is_empty() {
         pipeline.input.paths.clone_from(&common.input);
@@ -220,7 +218,9 @@ where
     let result = runtime.block_on(async {
         tokio::spawn(async move {
             use tokio::signal::unix::{SignalKind, signal};
-            let (Ok(mut interrupt), Ok(mut terminate)) = (signal(SignalKind::interrupt()), signal(SignalKind::terminate())) else { return };
+            let (Ok(mut interrupt), Ok(mut terminate)) = (signal(SignalKind::interrupt()), signal(SignalKind::terminate())) else {
+                return;
+            };
             let deadline = async {
                 match stop_after {
                     Some(after) => tokio::time::sleep(after).await,

@@ -57,17 +57,17 @@ pub(super) fn summary(s: &Summary) {
     if let Some(penalty) = s.penalty {
         eprintln!("penalty    {penalty}");
     }
-    eprintln!(
-        "chunks     {}; tokens: mean {:.1}, p5 {}, p50 {}, p95 {}",
-        chunks.count, chunks.mean, chunks.p5, chunks.p50, chunks.p95
-    );
+    eprintln!("chunks     {}; tokens: mean {:.1}, p5 {}, p50 {}, p95 {}", chunks.count, chunks.mean, chunks.p5, chunks.p50, chunks.p95);
     if s.scoring.source_tokens > 0 {
         eprintln!(
             "scoring    {} source tokens, {} forward tokens, {:.1} source tokens/s",
             s.scoring.source_tokens, s.scoring.forward_tokens, s.scoring.tokens_per_second
         );
     } else {
-        eprintln!("scoring    none{}", if s.scoring.tokenizer_loaded { " (the tokenizer ran)" } else { ": no model, no tokenizer was loaded" });
+        eprintln!(
+            "scoring    none{}",
+            if s.scoring.tokenizer_loaded { " (the tokenizer ran)" } else { ": no model, no tokenizer was loaded" }
+        );
     }
     if s.cache_unsound + s.cache_unwritten > 0 {
         eprintln!("cache      {} unsound records not used, {} records not written", s.cache_unsound, s.cache_unwritten);
@@ -97,7 +97,8 @@ pub(super) fn first_chunks(folder: &Path, count: usize) -> Result<(), Failure> {
                 };
                 let number = |i: usize| cell(i).parse::<f64>().map_or_else(|_| cell(i), |v| format!("{v:.3}"));
                 let text = if let TextCell::Text(text) = text { text.as_str() } else { "" };
-                let head: String = text.chars().take(56).collect::<String>().escape_debug().collect();
+                let visible = |c: char| if c.is_control() { ' ' } else { c };
+                let head: String = text.chars().take(56).map(visible).collect();
                 let more = if text.chars().nth(56).is_some() { "..." } else { "" };
                 let id: String = cell(0).chars().take(28).collect();
                 lines.push(format!("{id:<28} {:>5} {:>6} {:>7} {:>7}  {head}{more}", cell(1), cell(2), number(3), number(4)));

@@ -164,15 +164,8 @@ impl ColumnPlan {
         };
         let texts = cast(column(&self.text)?, &DataType::LargeUtf8, &self.text, path)?;
         let texts = texts.as_string::<i64>();
-        let texts = (0..texts.len())
-            .map(|i| {
-                if texts.is_null(i) {
-                    TextCell::Null
-                } else {
-                    bounded(texts.value(i), max_document)
-                }
-            })
-            .collect();
+        let texts =
+            (0..texts.len()).map(|i| if texts.is_null(i) { TextCell::Null } else { bounded(texts.value(i), max_document) }).collect();
         let columns = self.schema.fields().iter().map(|f| cast(column(f.name())?, f.data_type(), f.name(), path));
         let columns = columns.collect::<Result<Vec<_>, _>>()?;
         let rows = batch.num_rows();
@@ -187,8 +180,11 @@ impl ColumnPlan {
 /// A record batch that may have no columns.
 pub(super) fn assemble(schema: &SchemaRef, columns: Vec<ArrayRef>, rows: usize, path: &Path) -> Result<RecordBatch, IoError> {
     let options = RecordBatchOptions::new().with_row_count(Some(rows));
-    RecordBatch::try_new_with_options(Arc::clone(schema), columns, &options)
-        .map_err(|e| IoError::Format { path: path.to_owned(), format: "record batches", reason: e.to_string() })
+    RecordBatch::try_new_with_options(Arc::clone(schema), columns, &options).map_err(|e| IoError::Format {
+        path: path.to_owned(),
+        format: "record batches",
+        reason: e.to_string(),
+    })
 }
 
 /// A text, or a bad row if it is too long.
@@ -223,8 +219,7 @@ fn cast(array: &ArrayRef, to: &DataType, name: &str, path: &Path) -> Result<Arra
         return Err(fail(format!("is {} here but {to} in the first file, and cannot be cast without loss", array.data_type())));
     }
     let options = CastOptions { safe: false, ..CastOptions::default() };
-    cast_with_options(array, to, &options)
-        .map_err(|e| fail(format!("is {} here but {to} in the first file: {e}", array.data_type())))
+    cast_with_options(array, to, &options).map_err(|e| fail(format!("is {} here but {to} in the first file: {e}", array.data_type())))
 }
 
 fn type_of_word(word: &str) -> Option<DataType> {

@@ -111,7 +111,9 @@ pub(crate) enum Line {
     Part(PartLine),
     Calibration(CalibrationLine),
     /// The parts of an input are no longer part of the output.
-    Removed { file: String },
+    Removed {
+        file: String,
+    },
 }
 
 /// The open manifest of an output folder, locked against a second process.
@@ -204,15 +206,10 @@ impl Manifest {
     #[must_use]
     pub fn parts_of(&self, input: &str, spec: &str) -> Vec<PartLine> {
         let there = |p: &PartLine| fs::metadata(self.root.join(&p.file)).is_ok_and(|m| m.len() == p.bytes);
-        let mut parts: Vec<PartLine> =
-            self.parts.values().filter(|p| p.input == input && p.spec == spec && there(p)).cloned().collect();
+        let mut parts: Vec<PartLine> = self.parts.values().filter(|p| p.input == input && p.spec == spec && there(p)).cloned().collect();
         parts.sort_by_key(|p| p.part);
         let first = parts.first().map(|p| p.state.blake3.clone());
-        let whole = parts
-            .iter()
-            .enumerate()
-            .take_while(|(i, p)| p.part as usize == *i && Some(&p.state.blake3) == first.as_ref())
-            .count();
+        let whole = parts.iter().enumerate().take_while(|(i, p)| p.part as usize == *i && Some(&p.state.blake3) == first.as_ref()).count();
         parts.truncate(whole);
         parts
     }
@@ -227,14 +224,14 @@ impl Manifest {
             // The old line must not vouch for the new file if the process dies between the two steps below.
             self.append(&Line::Removed { file: line.file.clone() })?;
         }
-        fail::fail_point!("before-rename");
+        kill_point!("before-rename");
         fs::rename(temporary, &target).map_err(at(&target))?;
-        fail::fail_point!("before-folder-sync");
+        kill_point!("before-folder-sync");
         sync_dir(target.parent().unwrap_or(&self.root))?;
-        fail::fail_point!("before-manifest-line");
+        kill_point!("before-manifest-line");
         self.append(&Line::Part(line.clone()))?;
         self.parts.insert(line.file.clone(), line);
-        fail::fail_point!("after-manifest-line");
+        kill_point!("after-manifest-line");
         Ok(())
     }
 
@@ -279,13 +276,13 @@ impl Manifest {
         for file in &stale {
             self.append(&Line::Removed { file: file.clone() })?;
             self.parts.remove(file);
-            fail::fail_point!("before-remove-old-part");
+            kill_point!("before-remove-old-part");
             let path = self.root.join(file);
             if path.exists() {
                 fs::remove_file(&path).map_err(at(&path))?;
             }
         }
-        fail::fail_point!("before-success");
+        kill_point!("before-success");
         let success = self.root.join(SUCCESS);
         File::create(&success).and_then(|f| f.sync_all()).map_err(at(&success))?;
         sync_dir(&self.root)?;

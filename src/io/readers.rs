@@ -90,7 +90,13 @@ fn unpacked(mut reader: Box<dyn BufRead + Send>, path: &Path) -> Result<Box<dyn 
 
 impl SourceReader {
     /// Opens a file. The first file of a run has no plan yet and makes it.
-    pub(crate) fn open(file: &InputFile, plan: Option<&Arc<ColumnPlan>>, settings: &ColumnSettings<'_>, limits: Limits, first_row: u64) -> Result<Self, IoError> {
+    pub(crate) fn open(
+        file: &InputFile,
+        plan: Option<&Arc<ColumnPlan>>,
+        settings: &ColumnSettings<'_>,
+        limits: Limits,
+        first_row: u64,
+    ) -> Result<Self, IoError> {
         let path = file.path.clone();
         let (handle, reader, format) = open(file)?;
         let plan_for = |schema: Option<&Schema>| -> Result<Arc<ColumnPlan>, IoError> {
@@ -103,8 +109,7 @@ impl SourceReader {
                 let bad = format_error(&path, "Parquet");
                 let builder = ParquetRecordBatchReaderBuilder::try_new(handle).map_err(|e| bad(&e))?;
                 let plan = plan_for(Some(builder.schema()))?;
-                let names: Vec<&str> =
-                    builder.schema().fields().iter().map(|f| f.name().as_str()).filter(|n| plan.wants(n)).collect();
+                let names: Vec<&str> = builder.schema().fields().iter().map(|f| f.name().as_str()).filter(|n| plan.wants(n)).collect();
                 let mask = ProjectionMask::roots(
                     builder.parquet_schema(),
                     builder.schema().fields().iter().enumerate().filter(|(_, f)| names.contains(&f.name().as_str())).map(|(i, _)| i),
@@ -112,12 +117,7 @@ impl SourceReader {
                 let rows = batch_rows(builder.metadata(), &names);
                 let total = builder.metadata().file_metadata().num_rows().max(0) as u64;
                 let skip = first_row.min(total);
-                let reader = builder
-                    .with_projection(mask)
-                    .with_batch_size(rows)
-                    .with_offset(skip as usize)
-                    .build()
-                    .map_err(|e| bad(&e))?;
+                let reader = builder.with_projection(mask).with_batch_size(rows).with_offset(skip as usize).build().map_err(|e| bad(&e))?;
                 (plan, Inner::Parquet { reader, next: skip })
             }
             (FileFormat::Arrow, handle) => {
@@ -162,7 +162,9 @@ impl SourceReader {
     pub fn next_batch(&mut self) -> Result<Option<SourceBatch>, IoError> {
         match &mut self.inner {
             Inner::Parquet { reader, next } => {
-                let Some(batch) = reader.next() else { return Ok(None) };
+                let Some(batch) = reader.next() else {
+                    return Ok(None);
+                };
                 let batch = batch.map_err(|e| format_error(&self.path, "Parquet")(&e))?;
                 let first = *next;
                 *next += batch.num_rows() as u64;
@@ -194,7 +196,9 @@ impl SourceReader {
                 let mut lines = Vec::new();
                 let mut bytes = 0;
                 while bytes < BATCH_BYTES && lines.len() < BATCH_ROWS {
-                    let Some(content) = read_line(reader.as_mut(), self.limits.line).map_err(at(&self.path))? else { break };
+                    let Some(content) = read_line(reader.as_mut(), self.limits.line).map_err(at(&self.path))? else {
+                        break;
+                    };
                     let number = *line;
                     *line += 1;
                     let content = match content {
@@ -299,14 +303,22 @@ fn json_batch(plan: &ColumnPlan, lines: Vec<(u64, Result<Vec<u8>, String>)>, max
     let mut columns = Vec::new();
     for field in plan.schema.fields() {
         let is_text_id = plan.id.as_ref() == Some(field.name()) && !plan.typed.contains_key(field.name());
-        columns.push(json_column(field, is_text_id, plan.typed.contains_key(field.name()) || plan.count.as_ref() == Some(field.name()), &objects, &mut texts));
+        columns.push(json_column(
+            field,
+            is_text_id,
+            plan.typed.contains_key(field.name()) || plan.count.as_ref() == Some(field.name()),
+            &objects,
+            &mut texts,
+        ));
     }
     let count = rows.len();
     Ok(SourceBatch { rows, texts, columns: assemble(&plan.schema, columns, count, path)? })
 }
 
 fn json_text(object: &Object, column: &str, max: u64) -> TextCell {
-    let Some(raw) = object.get(column) else { return TextCell::Null };
+    let Some(raw) = object.get(column) else {
+        return TextCell::Null;
+    };
     match serde_json::from_str::<Option<String>>(raw.get()) {
         Ok(Some(text)) => bounded(&text, max),
         Ok(None) => TextCell::Null,

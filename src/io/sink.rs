@@ -10,9 +10,11 @@ use arrow::compute::concat_batches;
 use arrow::datatypes::SchemaRef;
 use arrow::ipc::CompressionType;
 use arrow::ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
-use arrow::json::LineDelimitedWriter;
+use arrow::json::WriterBuilder;
+use arrow::json::writer::{LineDelimited, Writer};
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{Compression as ParquetCompression, ZstdLevel};
+use parquet::file::metadata::KeyValue;
 use parquet::file::properties::WriterProperties;
 
 use super::{IoError, at};
@@ -37,7 +39,7 @@ enum Inner {
     Parquet(Box<ArrowWriter<Out>>),
     ArrowFile(FileWriter<Out>),
     ArrowStream(StreamWriter<Out>),
-    Jsonl(LineDelimitedWriter<Out>),
+    Jsonl(Writer<Out, LineDelimited>),
 }
 
 enum Out {
@@ -91,7 +93,7 @@ impl ChunkWriter {
             IpcWriteOptions::default().try_with_compression(kind).map_err(|e| fail(&e))
         };
         let inner = match format {
-            OutputFormat::Jsonl => Inner::Jsonl(LineDelimitedWriter::new(out)),
+            OutputFormat::Jsonl => Inner::Jsonl(WriterBuilder::new().with_explicit_nulls(true).build(out)),
             _ if stream => Inner::ArrowStream(StreamWriter::try_new_with_options(out, schema, ipc()?).map_err(|e| fail(&e))?),
             OutputFormat::Arrow => Inner::ArrowFile(FileWriter::try_new_with_options(out, schema, ipc()?).map_err(|e| fail(&e))?),
             OutputFormat::Parquet => {
@@ -100,7 +102,10 @@ impl ChunkWriter {
                     Compression::Snappy => ParquetCompression::SNAPPY,
                     Compression::None => ParquetCompression::UNCOMPRESSED,
                 };
+                let mut words: Vec<KeyValue> = schema.metadata().iter().map(|(k, v)| KeyValue::new(k.clone(), v.clone())).collect();
+                words.sort_by(|a, b| a.key.cmp(&b.key));
                 let properties = WriterProperties::builder()
+                    .set_key_value_metadata(Some(words))
                     .set_compression(codec)
                     .set_created_by("right-reset".into())
                     .set_max_row_group_row_count(Some(1 << 20))
@@ -186,7 +191,7 @@ impl ChunkWriter {
                 writer.into_inner()
             }
         };
-        fail::fail_point!("before-file-sync");
+        kill_point!("before-file-sync");
         match out {
             Out::File(out) => out.into_inner().map_err(|e| at(&path)(e.into_error()))?.sync_all().map_err(at(&path)),
             Out::Stdout(mut out) => out.flush().map_err(at(Path::new("standard output"))),

@@ -2,9 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::ops::{
-    AttentionShape, Embedding, Linear, Output, ROW_TILE, RmsNorm, Rotary, RotaryScaling, causal_attention, silu_mul,
-};
+use super::ops::{AttentionShape, Embedding, Linear, Output, ROW_TILE, RmsNorm, Rotary, RotaryScaling, causal_attention, silu_mul};
 use super::weights::Weights;
 use super::{Batch, ModelError, Scratch, Shape, Tap, Trunk};
 
@@ -59,8 +57,7 @@ impl Llama {
                 get("self_attn.v_proj.weight", &[kv, hidden])?,
             ];
             let output = [get("self_attn.o_proj.weight", &[hidden, q])?];
-            let gate_up =
-                [get("mlp.gate_proj.weight", &[feed_forward, hidden])?, get("mlp.up_proj.weight", &[feed_forward, hidden])?];
+            let gate_up = [get("mlp.gate_proj.weight", &[feed_forward, hidden])?, get("mlp.up_proj.weight", &[feed_forward, hidden])?];
             let down = [get("mlp.down_proj.weight", &[hidden, feed_forward])?];
             let mut bias = |names: &[(&str, usize)]| -> Result<Option<Vec<f32>>, ModelError> {
                 let full = |name: &str| format!("model.layers.{layer}.{name}.bias");
@@ -91,8 +88,7 @@ impl Llama {
     fn block(&self, block: &Block, batch: &Batch, scratch: &mut Scratch) {
         let c = &self.config;
         let tokens = batch.ids.len();
-        let shape =
-            AttentionShape { heads: c.heads, kv_heads: c.kv_heads, head_dim: c.head_dim, scale: 1.0 / (c.head_dim as f32).sqrt() };
+        let shape = AttentionShape { heads: c.heads, kv_heads: c.kv_heads, head_dim: c.head_dim, scale: 1.0 / (c.head_dim as f32).sqrt() };
         let (width, attended_width) = (shape.qkv(), c.heads * c.head_dim);
         let x = scratch.x.get(tokens * c.hidden);
         let qkv = scratch.qkv.get(tokens * width);

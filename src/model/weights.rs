@@ -44,10 +44,7 @@ pub(super) fn safetensors_files(dir: &Path) -> Result<Vec<PathBuf>, ModelError> 
         vec!["model.safetensors".into()]
     } else {
         let entries = std::fs::read_dir(dir).map_err(io(dir))?;
-        entries
-            .filter_map(|e| e.ok()?.file_name().into_string().ok())
-            .filter(|name| name.ends_with(".safetensors"))
-            .collect()
+        entries.filter_map(|e| e.ok()?.file_name().into_string().ok()).filter(|name| name.ends_with(".safetensors")).collect()
     };
     names.sort();
     names.dedup();
@@ -107,8 +104,7 @@ impl Weights {
                 if 8 + header + end as u64 > length {
                     return Err(checkpoint(&path, format!("truncated: tensor {name} ends beyond the file")));
                 }
-                let tensor =
-                    HubTensor { file: files.len(), dtype: info.dtype, shape: info.shape.clone(), offset, bytes: end - start };
+                let tensor = HubTensor { file: files.len(), dtype: info.dtype, shape: info.shape.clone(), offset, bytes: end - start };
                 tensors.insert(name, tensor);
             }
             files.push(file);
@@ -140,10 +136,7 @@ impl Weights {
                 if tensor.dims() != shape {
                     return Err(fail(format!("tensor {stored} has shape {:?}, expected {shape:?}", tensor.dims())));
                 }
-                let values = tensor
-                    .flatten_all()
-                    .and_then(|t| t.to_vec1::<f32>())
-                    .map_err(|e| fail(format!("tensor {stored}: {e}")))?;
+                let values = tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).map_err(|e| fail(format!("tensor {stored}: {e}")))?;
                 let width = shape.last().copied().filter(|_| shape.len() == 2).unwrap_or(1);
                 Ok(if name.contains(".q_proj.") {
                     halves(&values, *heads, width)
@@ -238,7 +231,9 @@ pub(super) fn gguf_config(path: &Path, content: &gguf_file::Content) -> Result<L
     let scaling = match get("llama.rope.scaling.type").and_then(|v| v.to_string().ok()).map(String::as_str) {
         None | Some("none") => RotaryScaling::None,
         Some("linear") => RotaryScaling::Linear(float("rope.scaling.factor").unwrap_or(1.0)),
-        Some(other) => return Err(checkpoint(path, format!("rope scaling {other:?} is not supported (none, linear)"))),
+        Some(other) => {
+            return Err(checkpoint(path, format!("rope scaling {other:?} is not supported (none, linear)")));
+        }
     };
     let scaling = match content.tensor_infos.contains_key("rope_freqs.weight") {
         true => {
@@ -319,7 +314,9 @@ pub(super) fn hub_config(path: &Path, text: &str) -> Result<LlamaConfig, ModelEr
             high: r.high_freq_factor.unwrap_or(4.0),
             original_context: r.original_max_position_embeddings.unwrap_or(8192.0),
         },
-        Some((_, other)) => return Err(fail(format!("rope type {other:?} is not supported (default, linear, llama3)"))),
+        Some((_, other)) => {
+            return Err(fail(format!("rope type {other:?} is not supported (default, linear, llama3)")));
+        }
     };
     let theta = rope.and_then(|r| r.rope_theta).or(raw.rope_theta).unwrap_or(10_000.0);
     let heads = raw.num_attention_heads;
@@ -361,7 +358,8 @@ mod tests {
 
     #[test]
     fn old_and_new_rope_keys_load() {
-        let base = r#""model_type":"llama","hidden_size":8,"intermediate_size":16,"num_hidden_layers":1,"num_attention_heads":2,"vocab_size":9"#;
+        let base =
+            r#""model_type":"llama","hidden_size":8,"intermediate_size":16,"num_hidden_layers":1,"num_attention_heads":2,"vocab_size":9"#;
         let path = Path::new("config.json");
         let old = hub_config(path, &format!("{{{base},\"rope_theta\":5000.0}}")).unwrap();
         let new = hub_config(path, &format!("{{{base},\"rope_parameters\":{{\"rope_theta\":5000.0,\"rope_type\":\"default\"}}}}")).unwrap();

@@ -15,8 +15,23 @@ use crate::segment::{Cut, Limits, SegmentError, fixed_count, open_count, percent
 
 /// Names of the columns that every output has, in order, `source_file` and `source_row` only with provenance.
 pub(super) const OWN_COLUMNS: [&str; 17] = [
-    "doc_id", "chunk_index", "chunk_count", "chunk_id", "text", "byte_start", "byte_end", "char_start", "char_end", "token_start",
-    "token_end", "token_count", "cut_score", "cut_utility", "limits_relaxed", "source_file", "source_row",
+    "doc_id",
+    "chunk_index",
+    "chunk_count",
+    "chunk_id",
+    "text",
+    "byte_start",
+    "byte_end",
+    "char_start",
+    "char_end",
+    "token_start",
+    "token_end",
+    "token_count",
+    "cut_score",
+    "cut_utility",
+    "limits_relaxed",
+    "source_file",
+    "source_row",
 ];
 
 /// Rows of a record batch of chunks at most, and bytes of text after which one ends.
@@ -50,14 +65,13 @@ pub(super) struct Prepared {
 
 impl Prepared {
     pub(super) fn new(document: &Scored) -> Self {
-        let Some(scores) = &document.scores else { return Self { index: Vec::new(), cuts: Vec::new() } };
+        let Some(scores) = &document.scores else {
+            return Self { index: Vec::new(), cuts: Vec::new() };
+        };
         let utilities = percentiles(scores);
         let usable = |i: &usize| !document.edges[*i].is_candidate() || !utilities[*i].is_nan();
         let index: Vec<usize> = (0..document.edges.len()).filter(usable).collect();
-        let cut = |&i: &usize| Cut {
-            token: document.edges[i].token.0,
-            utility: document.edges[i].is_candidate().then_some(utilities[i]),
-        };
+        let cut = |&i: &usize| Cut { token: document.edges[i].token.0, utility: document.edges[i].is_candidate().then_some(utilities[i]) };
         let cuts = index.iter().map(cut).collect();
         Self { index, cuts }
     }
@@ -87,7 +101,11 @@ pub(super) fn chunk_tokens<'a>(document: &'a Scored, chunks: &'a Chunks) -> impl
 ///
 /// # Errors
 /// [`IoError::Input`] if a passed-through column has the name of an own column or of another.
-pub(super) fn chunk_schema(plan: &ColumnPlan, provenance: bool, metadata: std::collections::HashMap<String, String>) -> Result<SchemaRef, IoError> {
+pub(super) fn chunk_schema(
+    plan: &ColumnPlan,
+    provenance: bool,
+    metadata: std::collections::HashMap<String, String>,
+) -> Result<SchemaRef, IoError> {
     let id = if plan.id.is_some() { plan.schema.field(0).data_type().clone() } else { DataType::Utf8 };
     let mut fields = vec![
         Field::new("doc_id", id, false),
@@ -131,11 +149,19 @@ pub(super) struct Chunked<'a> {
 }
 
 /// Builds the output rows of a batch, in slices of bounded size with their bytes of text.
-pub(super) fn assemble(schema: &SchemaRef, plan: &ColumnPlan, source: &SourceBatch, file: &str, documents: &[Chunked<'_>]) -> Result<Vec<(RecordBatch, usize)>, arrow::error::ArrowError> {
+pub(super) fn assemble(
+    schema: &SchemaRef,
+    plan: &ColumnPlan,
+    source: &SourceBatch,
+    file: &str,
+    documents: &[Chunked<'_>],
+) -> Result<Vec<(RecordBatch, usize)>, arrow::error::ArrowError> {
     let mut out = Vec::new();
     let mut slice = Slice::default();
     for chunked in documents {
-        let TextCell::Text(text) = &source.texts[chunked.row] else { continue };
+        let TextCell::Text(text) = &source.texts[chunked.row] else {
+            continue;
+        };
         let document = chunked.document;
         let count = chunked.chunks.cuts.len() as i32 + 1;
         let (mut byte, mut token, mut chars) = (0_usize, 0_u32, 0_i64);
@@ -192,7 +218,13 @@ struct Slice {
 }
 
 impl Slice {
-    fn finish(mut self, schema: &SchemaRef, plan: &ColumnPlan, source: &SourceBatch, file: &str) -> Result<(RecordBatch, usize), arrow::error::ArrowError> {
+    fn finish(
+        mut self,
+        schema: &SchemaRef,
+        plan: &ColumnPlan,
+        source: &SourceBatch,
+        file: &str,
+    ) -> Result<(RecordBatch, usize), arrow::error::ArrowError> {
         let numbers = |row: &u32| source.rows[*row as usize] as i64;
         let id: ArrayRef = if plan.id.is_some() {
             take(source.columns.column(0), &UInt32Array::from(self.rows.clone()), None)?
@@ -211,11 +243,7 @@ impl Slice {
         columns.extend(self.places.iter_mut().map(|b| Arc::new(b.finish()) as ArrayRef));
         columns.extend(self.tokens.iter_mut().map(|b| Arc::new(b.finish()) as ArrayRef));
         let relaxed: BooleanArray = self.relaxed.finish();
-        columns.extend([
-            Arc::new(self.cut_score.finish()) as ArrayRef,
-            Arc::new(self.cut_utility.finish()),
-            Arc::new(relaxed),
-        ]);
+        columns.extend([Arc::new(self.cut_score.finish()) as ArrayRef, Arc::new(self.cut_utility.finish()), Arc::new(relaxed)]);
         let passed = plan.schema.fields().len() - plan.service;
         if schema.fields().len() - passed > columns.len() {
             let mut files = StringBuilder::new();

@@ -11,9 +11,7 @@ use tokio::sync::OnceCell;
 
 use super::RunError;
 use super::spec::{CacheMode, Layer, OnMiss, Pipeline, PositionsWord, SpecError};
-use crate::cache::{
-    Namespace, NamespaceId, NoStore, ScoreStore, SledStore, decode_curves, decode_edges, encode_curves, encode_edges,
-};
+use crate::cache::{Namespace, NamespaceId, NoStore, ScoreStore, SledStore, decode_curves, decode_edges, encode_curves, encode_edges};
 use crate::io::{SourceBatch, TextCell};
 use crate::model::{self, Identity, ModelError, ModelPath, Tap};
 use crate::score::{Curve, Document, Engine, EngineStats, KERNEL_REVISION, Positions, Prefix, ScoreError, ScoreSpec, score_at};
@@ -82,6 +80,16 @@ pub(super) struct Counters {
     pub(super) tokenizer_loaded: AtomicBool,
     pub(super) lookup_ns: AtomicU64,
     pub(super) tokenize_ns: AtomicU64,
+}
+
+impl Counters {
+    /// Forgets the documents of a first pass over the data but for those scored, whose number it returns.
+    pub(super) fn forget(&self) -> u64 {
+        for counter in [&self.from_cache, &self.not_needed, &self.tokens, &self.candidates] {
+            counter.store(0, Ordering::Relaxed);
+        }
+        self.scored.load(Ordering::Relaxed)
+    }
 }
 
 /// Gives documents their scores. Loads tokenizer and model on the first miss, so that a warm run loads neither.
@@ -158,10 +166,10 @@ impl Scorer {
                 served_by.push((*id, window));
             }
         }
-        let threads = pipeline.model.threads.map_or_else(
-            || std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
-            |threads| threads as usize,
-        );
+        let threads = pipeline
+            .model
+            .threads
+            .map_or_else(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get), |threads| threads as usize);
         let scorer = Self {
             model,
             identity,
@@ -238,15 +246,7 @@ impl Scorer {
             }
             PrefixWords::Local(p) => Prefix::Local(*p),
         };
-        Ok(ScoreSpec {
-            window: s.window,
-            skip: s.skip,
-            tap: s.tap,
-            positions: s.positions,
-            prefix,
-            bos: s.bos,
-            context: s.context,
-        })
+        Ok(ScoreSpec { window: s.window, skip: s.skip, tap: s.tap, positions: s.positions, prefix, bos: s.bos, context: s.context })
     }
 
     async fn tokenizer(&self) -> Result<Arc<Tokenizer>, RunError> {
@@ -357,9 +357,10 @@ impl Scorer {
                 }
                 Some(edges) => {
                     let candidates = edges.edges.iter().filter(|e| e.is_candidate()).count();
-                    let served = records[1..].iter().zip(&self.served_by).find_map(|(bytes, (_, window))| {
-                        Some((decode_curves(bytes.as_deref()?, candidates)?, *window))
-                    });
+                    let served = records[1..]
+                        .iter()
+                        .zip(&self.served_by)
+                        .find_map(|(bytes, (_, window))| Some((decode_curves(bytes.as_deref()?, candidates)?, *window)));
                     match served {
                         Some(curves) => {
                             self.counters.from_cache.fetch_add(1, Ordering::Relaxed);
@@ -393,12 +394,20 @@ impl Scorer {
         DocState::Ready(Box::new(Scored { hash, tokens: edges.tokens, edges: edges.edges, scores, curves }))
     }
 
-    async fn score_missing(self: &Arc<Self>, batch: &Arc<SourceBatch>, row: usize, hash: blake3::Hash, need: Need) -> Result<DocState, RunError> {
+    async fn score_missing(
+        self: &Arc<Self>,
+        batch: &Arc<SourceBatch>,
+        row: usize,
+        hash: blake3::Hash,
+        need: Need,
+    ) -> Result<DocState, RunError> {
         let tokenizer = self.tokenizer().await?;
         let (this, rows) = (Arc::clone(self), Arc::clone(batch));
         let prepared = blocking(move || {
             let began = Instant::now();
-            let TextCell::Text(text) = &rows.texts[row] else { return Ok((Vec::new(), Edges::default())) };
+            let TextCell::Text(text) = &rows.texts[row] else {
+                return Ok((Vec::new(), Edges::default()));
+            };
             let tokens = tokenizer.encode(text)?;
             let edges = find_edges(text, &tokens, this.policy);
             this.counters.tokenize_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
@@ -418,7 +427,9 @@ impl Scorer {
         let places = edges.edges.iter().filter(|e| e.is_candidate()).map(|e| e.token.0).collect();
         let curves = match self.engine().await?.score(Document { ids, edges: places }).await {
             Ok(curves) => curves,
-            Err(error @ ScoreError::NotFinite { .. }) => return Ok(DocState::Bad(error.to_string())),
+            Err(error @ ScoreError::NotFinite { .. }) => {
+                return Ok(DocState::Bad(error.to_string()));
+            }
             Err(error) => return Err(error.into()),
         };
         self.store.insert(&hash, self.edges_namespace, &encode_edges(&edges))?;
@@ -454,7 +465,12 @@ fn resolve_settings(pipeline: &Pipeline, identity: &Identity, model: &ModelPath)
             match (share, word.parse::<usize>()) {
                 (Some(share), _) => Tap::Layer((share / 100.0 * layers as f64).floor() as usize),
                 (None, Ok(k)) => Tap::Layer(k),
-                _ => return Err(value("score.layer", format!("{word:?} is neither a block number, a share such as \"75%\", nor \"final\""))),
+                _ => {
+                    return Err(value(
+                        "score.layer",
+                        format!("{word:?} is neither a block number, a share such as \"75%\", nor \"final\""),
+                    ));
+                }
             }
         }
     };
@@ -465,14 +481,18 @@ fn resolve_settings(pipeline: &Pipeline, identity: &Identity, model: &ModelPath)
     }
     let number = |text: &str| text.parse::<u32>().map_err(|_| value("score.reset_prefix", format!("{text:?} is no number of tokens")));
     let bos = || {
-        identity.bos_token.ok_or_else(|| value("model.bos", format!("{} names no beginning-of-sequence token; use token:<special token>", model.name)))
+        identity
+            .bos_token
+            .ok_or_else(|| value("model.bos", format!("{} names no beginning-of-sequence token; use token:<special token>", model.name)))
     };
     let prefix = match score.reset_prefix.split_once(':') {
         None if score.reset_prefix == "none" => PrefixWords::None,
         None if score.reset_prefix == "bos" => PrefixWords::Id(bos()?),
         None if score.reset_prefix == "document" => PrefixWords::Token(model.document_token.unwrap_or("<|endoftext|>").to_owned()),
         Some(("token", token)) => PrefixWords::Token(token.to_owned()),
-        Some(("separator", "")) => return Err(value("score.reset_prefix", "the separator is empty; use \"none\"")),
+        Some(("separator", "")) => {
+            return Err(value("score.reset_prefix", "the separator is empty; use \"none\""));
+        }
         Some(("separator", text)) => PrefixWords::Separator(text.to_owned()),
         Some(("local", p)) => PrefixWords::Local(number(p)?),
         _ => {

@@ -66,7 +66,9 @@ pub async fn export_edges(
         Some("parquet") => OutputFormat::Parquet,
         Some("arrow" | "ipc" | "feather") => OutputFormat::Arrow,
         Some("jsonl" | "ndjson") => OutputFormat::Jsonl,
-        _ => return Err(IoError::Input(format!("{}: its extension must be parquet, arrow or jsonl", output.display())).into()),
+        _ => {
+            return Err(IoError::Input(format!("{}: its extension must be parquet, arrow or jsonl", output.display())).into());
+        }
     };
     let files = discover(&pipeline.input.paths, forced_format(pipeline), None)?;
     let scorer = Arc::new(Scorer::new(pipeline, models)?);
@@ -136,13 +138,22 @@ pub async fn export_edges(
     Ok((documents, edges))
 }
 
-fn edge_rows(schema: &SchemaRef, plan: &ColumnPlan, batch: &SourceBatch, file: &str, states: &[DocState], with_curves: bool) -> Result<RecordBatch, RunError> {
+fn edge_rows(
+    schema: &SchemaRef,
+    plan: &ColumnPlan,
+    batch: &SourceBatch,
+    file: &str,
+    states: &[DocState],
+    with_curves: bool,
+) -> Result<RecordBatch, RunError> {
     let (mut rows, mut ids) = (Vec::new(), StringBuilder::new());
     let (mut tokens, mut bytes, mut kinds) = (Int32Builder::new(), Int64Builder::new(), StringBuilder::new());
     let (mut scores, mut utilities) = (Float32Builder::new(), Float32Builder::new());
     let mut lists = ListBuilder::new(Float32Builder::new());
     for (row, state) in states.iter().enumerate() {
-        let DocState::Ready(document) = state else { continue };
+        let DocState::Ready(document) = state else {
+            continue;
+        };
         let values = document.scores.as_deref().unwrap_or_default();
         let percent = percentiles(values);
         let mut curves = document.curves.iter().flat_map(|c| &c.0);

@@ -239,7 +239,9 @@ impl Feeder<'_> {
         let began = Instant::now();
         let batch = reader.next_batch().map_err(|e| Some(e.into()));
         self.busy_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        let Some(mut batch) = batch? else { return Ok(None) };
+        let Some(mut batch) = batch? else {
+            return Ok(None);
+        };
         let rows = batch.rows.len() as u64;
         let take = self.left().map_or(rows, |left| left.min(rows));
         self.read += take;

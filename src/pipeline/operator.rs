@@ -163,8 +163,7 @@ impl Operator {
         if let (OnBadRow::Fail, Some((row, reason))) = (self.on_bad_row, bad.first()) {
             return Err(IoError::BadRow { file: name.to_owned(), row: *row, reason: reason.clone() }.into());
         }
-        let documents: Vec<Chunked<'_>> =
-            cut.iter().map(|(row, document, chunks)| Chunked { row: *row, document, chunks }).collect();
+        let documents: Vec<Chunked<'_>> = cut.iter().map(|(row, document, chunks)| Chunked { row: *row, document, chunks }).collect();
         let chunks = assemble(&self.schema, &self.plan, batch, name, &documents)?;
         self.segment_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
         Ok(CutBatch { chunks, rows, lengths, relaxed, bad })

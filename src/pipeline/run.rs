@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 use futures::stream::{self, StreamExt};
 use tokio::sync::{mpsc, watch};
 
+use super::RunError;
 use super::chunks::Prepared;
 use super::documents::{DocState, Need, Scorer};
 use super::feed::{Event, FeedOptions, PartEnd, feed, forced_format, open_first};
 use super::operator::{CutBatch, Operator, limits};
-use super::spec::{OnBadRow, OnMiss, Pipeline};
+use super::spec::{CacheMode, OnBadRow, OnMiss, Pipeline};
 use super::summary::{Lengths, Summary, peak_memory};
-use super::RunError;
 use crate::io::{
     CalibrationLine, ChunkWriter, ColumnPlan, InputFile, IoError, Manifest, PartLine, RowCounts, SERVICE_DIR, SinkTarget, TextCell, at,
     discover,
@@ -92,7 +92,8 @@ pub struct RunOptions {
 /// [`RunError`].
 pub async fn run(pipeline: &Pipeline, options: RunOptions) -> Result<Summary, RunError> {
     let began = Instant::now();
-    let target = pipeline.output.path.clone().ok_or_else(|| IoError::Input("no output: set output.path in the pipeline or give --output".into()))?;
+    let target =
+        pipeline.output.path.clone().ok_or_else(|| IoError::Input("no output: set output.path in the pipeline or give --output".into()))?;
     let folder = (target != "-").then(|| PathBuf::from(&target));
     let files = discover(&pipeline.input.paths, forced_format(pipeline), folder.as_deref())?;
     let scorer = Arc::new(Scorer::new(pipeline, &options.models)?);
@@ -100,8 +101,11 @@ pub async fn run(pipeline: &Pipeline, options: RunOptions) -> Result<Summary, Ru
     let first = open_first(pipeline, &files)?;
     let plan = Arc::clone(first.plan());
 
+    let mut scored_before = 0;
     let penalty = match pipeline.segment.target_mean_tokens {
-        Some(mean) => calibrated(pipeline, &options, &scorer, &files, &plan, manifest.as_mut(), mean).await?,
+        Some(mean) => calibrated(pipeline, &options, &scorer, &files, &plan, manifest.as_mut(), mean)
+            .await
+            .inspect(|_| scored_before = scorer.counters.forget())?,
         None => pipeline.segment.penalty(),
     };
     let operator = Arc::new(Operator::with_plan(pipeline, Arc::clone(&scorer), Arc::clone(&plan), penalty)?);
@@ -125,14 +129,8 @@ pub async fn run(pipeline: &Pipeline, options: RunOptions) -> Result<Summary, Ru
         Some(_) => None,
     };
     let read_ns = Arc::new(AtomicU64::new(0));
-    let feed_options = FeedOptions {
-        files: files.clone(),
-        plan,
-        kept,
-        limit: options.limit,
-        checksum: options.checksum,
-        hash: manifest.is_some(),
-    };
+    let feed_options =
+        FeedOptions { files: files.clone(), plan, kept, limit: options.limit, checksum: options.checksum, hash: manifest.is_some() };
     let events = spawn_feed(pipeline, feed_options, Some(first), &read_ns);
     let mut consumer = Consumer {
         pipeline,
@@ -164,7 +162,8 @@ pub async fn run(pipeline: &Pipeline, options: RunOptions) -> Result<Summary, Ru
     let get = |c: &AtomicU64| c.load(Ordering::Relaxed);
     let relaxed = summary.documents.relaxed;
     summary.documents = super::summary::DocumentCounts {
-        from_cache: get(&counters.from_cache),
+        // What the calibration scored comes from the cache the second time.
+        from_cache: get(&counters.from_cache).saturating_sub(scored_before),
         scored: get(&counters.scored),
         not_needed: get(&counters.not_needed),
         tokens: get(&counters.tokens),
@@ -202,7 +201,12 @@ pub async fn run(pipeline: &Pipeline, options: RunOptions) -> Result<Summary, Ru
 }
 
 /// Starts the reader thread.
-pub(super) fn spawn_feed(pipeline: &Pipeline, options: FeedOptions, first: Option<crate::io::SourceReader>, busy_ns: &Arc<AtomicU64>) -> mpsc::Receiver<Event> {
+pub(super) fn spawn_feed(
+    pipeline: &Pipeline,
+    options: FeedOptions,
+    first: Option<crate::io::SourceReader>,
+    busy_ns: &Arc<AtomicU64>,
+) -> mpsc::Receiver<Event> {
     let (sender, receiver) = mpsc::channel(2);
     let (pipeline, busy_ns) = (pipeline.clone(), Arc::clone(busy_ns));
     // Detached on purpose: it ends when the receiver is gone.
@@ -400,7 +404,7 @@ impl Consumer<'_> {
             self.part_chunks += chunks.num_rows() as u64;
             self.writer()?.write(chunks, bytes)?;
         }
-        fail::fail_point!("after-write");
+        kill_point!("after-write");
         Ok(())
     }
 
@@ -415,14 +419,16 @@ impl Consumer<'_> {
         }
         // Scores are durable before the part that needed them is.
         self.operator.scorer.store().flush()?;
-        fail::fail_point!("after-cache-flush");
+        kill_point!("after-cache-flush");
         self.writer()?;
         if let Some(writer) = self.writer.take() {
             writer.finish()?;
         }
         let file = &self.files[end.file];
         let data = self.data_file(file, end.part);
-        let (Some(temporary), Some(manifest)) = (self.temporary.take(), self.manifest.as_mut()) else { return Ok(()) };
+        let (Some(temporary), Some(manifest)) = (self.temporary.take(), self.manifest.as_mut()) else {
+            return Ok(());
+        };
         let target = manifest.root().join(&data);
         if let Some(parent) = target.parent() {
             std::fs::create_dir_all(parent).map_err(at(parent))?;
@@ -519,7 +525,16 @@ async fn calibrated(
         return Ok(found.penalty);
     }
     if files.iter().any(InputFile::is_stdin) {
-        return Err(IoError::Input("segment.target_mean_tokens reads the input twice, which standard input does not allow; give a penalty".into()).into());
+        return Err(IoError::Input(
+            "segment.target_mean_tokens reads the input twice, which standard input does not allow; give a penalty".into(),
+        )
+        .into());
+    }
+    if pipeline.cache.mode == CacheMode::Off {
+        return Err(IoError::Input(
+            "segment.target_mean_tokens would score its sample twice without the cache; set cache.mode to \"on\"".into(),
+        )
+        .into());
     }
     tracing::info!(mean, "finding the penalty for the mean chunk length");
     let all = || FeedOptions {

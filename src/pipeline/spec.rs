@@ -462,9 +462,7 @@ impl Pipeline {
     /// # Errors
     /// As [`Self::load`].
     pub fn parse(text: &str) -> Result<Self, SpecError> {
-        let table = text
-            .parse()
-            .map_err(|e: toml::de::Error| SpecError::Syntax { origin: "pipeline".into(), reason: e.to_string() })?;
+        let table = text.parse().map_err(|e: toml::de::Error| SpecError::Syntax { origin: "pipeline".into(), reason: e.to_string() })?;
         Self::from_table(table)
     }
 
@@ -601,7 +599,9 @@ fn setting_table(key: &str, value: &str) -> Result<toml::Table, SpecError> {
 /// Adds the nearest known name to serde's sentence about an unknown one.
 fn with_nearest(reason: &str) -> String {
     let quoted: Vec<&str> = reason.split('`').skip(1).step_by(2).collect();
-    let Some((unknown, known)) = quoted.split_first() else { return reason.to_owned() };
+    let Some((unknown, known)) = quoted.split_first() else {
+        return reason.to_owned();
+    };
     if !reason.starts_with("unknown ") {
         return reason.to_owned();
     }

@@ -106,7 +106,13 @@ impl Lengths {
         let percentile = |share: f64| {
             let rank = ((share * count as f64).ceil() as u64).max(1);
             let mut seen = 0;
-            self.0.iter().find(|(_, c)| { seen += **c; seen >= rank }).map_or(0, |(&t, _)| t)
+            self.0
+                .iter()
+                .find(|(_, c)| {
+                    seen += **c;
+                    seen >= rank
+                })
+                .map_or(0, |(&t, _)| t)
         };
         let mean = if count == 0 { 0.0 } else { tokens as f64 / count as f64 };
         ChunkCounts { count, mean, p5: percentile(0.05), p50: percentile(0.5), p95: percentile(0.95) }

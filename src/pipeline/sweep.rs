@@ -123,7 +123,9 @@ pub async fn sweep(
     scorer.store().flush()?;
     let rows = penalties.iter().zip(&total.lengths).zip(&total.relaxed).map(|((&penalty, lengths), &relaxed)| {
         let counts = lengths.counts();
-        let share = |n: u64| if counts.count == 0 { 0.0 } else { n as f64 / counts.count as f64 };
+        let share = |n: u64| {
+            if counts.count == 0 { 0.0 } else { n as f64 / counts.count as f64 }
+        };
         PenaltyRow {
             penalty,
             chunks: counts.count,
@@ -147,7 +149,9 @@ impl Tally {
                 let prepared = Prepared::new(document);
                 for (i, &penalty) in penalties.iter().enumerate() {
                     // An open count is always feasible.
-                    let Ok(chunks) = prepared.segment(document, limits, Cutting::Open(penalty)) else { continue };
+                    let Ok(chunks) = prepared.segment(document, limits, Cutting::Open(penalty)) else {
+                        continue;
+                    };
                     chunk_tokens(document, &chunks).for_each(|tokens| self.lengths[i].add(tokens));
                     self.relaxed[i] += u64::from(chunks.relaxed);
                 }

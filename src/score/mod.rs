@@ -152,9 +152,7 @@ impl ScoreSpec {
         let p = prefix.len() as u32;
         let first = match self.positions {
             Positions::Reindexed => 0,
-            Positions::Original => {
-                (b - self.segment(b, n) * self.stride() + u32::from(self.bos.is_some())).saturating_sub(p)
-            }
+            Positions::Original => (b - self.segment(b, n) * self.stride() + u32::from(self.bos.is_some())).saturating_sub(p),
         };
         let window = &ids[b as usize..(b + m) as usize];
         (prefix.iter().chain(window).copied().zip(first..), prefix.len())

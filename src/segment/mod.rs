@@ -9,4 +9,4 @@ mod program;
 
 pub use calibrate::{Calibration, PENALTY_RANGE, calibrate};
 pub use percentile::percentiles;
-pub use program::{Cut, Limits, Segmentation, SegmentError, fixed_count, open_count};
+pub use program::{Cut, Limits, SegmentError, Segmentation, fixed_count, open_count};

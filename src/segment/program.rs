@@ -289,11 +289,8 @@ mod tests {
             if count.is_some_and(|k| cuts.len() + 1 != k) {
                 continue;
             }
-            let ends: Vec<u32> =
-                std::iter::once(0).chain(cuts.iter().map(|&i| edges[i].token)).chain([tokens]).collect();
-            let allowed = ends.windows(2).all(|w| {
-                w[1] - w[0] <= limits.max || edges.iter().all(|e| e.token <= w[0] || e.token >= w[1])
-            });
+            let ends: Vec<u32> = std::iter::once(0).chain(cuts.iter().map(|&i| edges[i].token)).chain([tokens]).collect();
+            let allowed = ends.windows(2).all(|w| w[1] - w[0] <= limits.max || edges.iter().all(|e| e.token <= w[0] || e.token >= w[1]));
             if !allowed {
                 continue;
             }

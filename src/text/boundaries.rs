@@ -13,10 +13,8 @@ pub(super) fn is_closing(c: char) -> bool {
     if c.is_ascii() {
         return matches!(c, ')' | ']' | '}' | '!' | ',' | '.' | ':' | ';' | '?');
     }
-    matches!(
-        CodePointMapData::<GeneralCategory>::new().get(c),
-        GeneralCategory::ClosePunctuation | GeneralCategory::FinalPunctuation
-    ) || CodePointSetData::new::<TerminalPunctuation>().contains(c)
+    matches!(CodePointMapData::<GeneralCategory>::new().get(c), GeneralCategory::ClosePunctuation | GeneralCategory::FinalPunctuation)
+        || CodePointSetData::new::<TerminalPunctuation>().contains(c)
 }
 
 /// Whether `c` belongs to a script that is written without spaces between words.
@@ -30,9 +28,7 @@ fn is_unspaced(c: char) -> bool {
 
 /// Whether `c` may stand inside a run of unspaced script without ending it: shared marks and punctuation, but no white space.
 fn joins_run(c: char) -> bool {
-    !c.is_ascii()
-        && !c.is_whitespace()
-        && matches!(CodePointMapData::<Script>::new().get(c), Script::Common | Script::Inherited)
+    !c.is_ascii() && !c.is_whitespace() && matches!(CodePointMapData::<Script>::new().get(c), Script::Common | Script::Inherited)
 }
 
 /// A set of byte positions of a text.
@@ -84,7 +80,9 @@ pub(super) fn unspaced_word_starts(text: &str) -> Option<ByteSet> {
         let set = starts.get_or_insert_with(|| ByteSet::new(text.len()));
         let slice = &text[start..end];
         for at in segmenter.segment_str(slice) {
-            let Some(c) = slice[at..].chars().next() else { continue };
+            let Some(c) = slice[at..].chars().next() else {
+                continue;
+            };
             let opens = || {
                 matches!(
                     CodePointMapData::<GeneralCategory>::new().get(c),
@@ -198,7 +196,9 @@ fn starts_with_list_mark(line: &str) -> bool {
     if matches!(mark, "-" | "*" | "+" | "•" | "‣" | "◦" | "–" | "—") || (!mark.is_empty() && mark.bytes().all(|b| b == b'#')) {
         return true;
     }
-    let Some(body) = mark.strip_suffix(['.', ')']) else { return false };
+    let Some(body) = mark.strip_suffix(['.', ')']) else {
+        return false;
+    };
     let body = body.strip_prefix('(').unwrap_or(body);
     (body.len() <= 4 && !body.is_empty() && body.bytes().all(|b| b.is_ascii_digit()))
         || (mark.ends_with(')') && body.len() == 1 && body.bytes().all(|b| b.is_ascii_alphabetic()))

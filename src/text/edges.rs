@@ -170,7 +170,9 @@ fn legal_edges(text: &str, tokens: &Tokens) -> Vec<Legal> {
         if b == 0 {
             continue;
         }
-        let Some(byte) = first_visible(text, start, end) else { continue };
+        let Some(byte) = first_visible(text, start, end) else {
+            continue;
+        };
         // A token before that reaches past `byte` holds part of the character there.
         if byte <= last || covered > byte || graphemes.as_ref().is_some_and(|g| !g.contains(byte)) {
             continue;
@@ -190,7 +192,9 @@ fn first_visible(text: &str, start: usize, end: usize) -> Option<usize> {
 
 /// Whether a word starts at `byte`, a character boundary inside the text.
 fn starts_word(text: &str, byte: usize, unspaced: Option<&super::boundaries::ByteSet>) -> bool {
-    let Some(next) = text[byte..].chars().next() else { return false };
+    let Some(next) = text[byte..].chars().next() else {
+        return false;
+    };
     if is_closing(next) {
         return false;
     }

@@ -64,8 +64,8 @@ impl Tokenizer {
     pub fn from_file(path: &Path) -> Result<Self, TextError> {
         let origin = path.display().to_string();
         let bytes = std::fs::read(path).map_err(|e| TextError::Load { origin: origin.clone(), reason: e.to_string() })?;
-        let inner = tokenizers::Tokenizer::from_bytes(&bytes)
-            .map_err(|e| TextError::Load { origin: origin.clone(), reason: e.to_string() })?;
+        let inner =
+            tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| TextError::Load { origin: origin.clone(), reason: e.to_string() })?;
         Self::checked(inner, blake3::hash(&bytes), &origin)
     }
 
@@ -92,9 +92,7 @@ impl Tokenizer {
         let merges = strings("tokenizer.ggml.merges")?
             .into_iter()
             .map(|m| {
-                m.split_once(' ')
-                    .map(|(a, b)| (a.to_owned(), b.to_owned()))
-                    .ok_or_else(|| fail(format!("merge {m:?} has no space in it")))
+                m.split_once(' ').map(|(a, b)| (a.to_owned(), b.to_owned())).ok_or_else(|| fail(format!("merge {m:?} has no space in it")))
             })
             .collect::<Result<Vec<_>, _>>()?;
         let vocab: Vocab = tokens.iter().enumerate().map(|(i, t)| (t.clone(), i as u32)).collect();
@@ -170,8 +168,7 @@ impl Tokenizer {
         let mut start = 0;
         while start < text.len() {
             let end = block_end(text, start);
-            let encoding =
-                self.inner.encode(&text[start..end], false).map_err(|e| TextError::Encode(e.to_string()))?;
+            let encoding = self.inner.encode(&text[start..end], false).map_err(|e| TextError::Encode(e.to_string()))?;
             out.ids.extend_from_slice(encoding.get_ids());
             out.spans.extend(encoding.get_offsets().iter().map(|&(s, e)| (s + start, e + start)));
             start = end;
@@ -204,15 +201,14 @@ fn is_space(byte: u8) -> bool {
 fn pre_tokenizer(pre: &str) -> Result<PreTokenizerWrapper, String> {
     const LLAMA3: &str = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
     let split = |regex: &str| -> Result<PreTokenizerWrapper, String> {
-        let split = Split::new(SplitPattern::Regex(regex.to_owned()), SplitDelimiterBehavior::Isolated, false)
-            .map_err(|e| e.to_string())?;
+        let split =
+            Split::new(SplitPattern::Regex(regex.to_owned()), SplitDelimiterBehavior::Isolated, false).map_err(|e| e.to_string())?;
         Ok(PreTokenizerWrapper::Sequence(Sequence::new(vec![split.into(), ByteLevel::new(false, true, false).into()])))
     };
     match pre {
-        "smollm" => Ok(PreTokenizerWrapper::Sequence(Sequence::new(vec![
-            Digits::new(true).into(),
-            ByteLevel::new(false, true, true).into(),
-        ]))),
+        "smollm" => {
+            Ok(PreTokenizerWrapper::Sequence(Sequence::new(vec![Digits::new(true).into(), ByteLevel::new(false, true, true).into()])))
+        }
         "" | "default" | "gpt-2" => Ok(ByteLevel::new(false, true, true).into()),
         "llama3" | "llama-bpe" | "smaug-bpe" => split(LLAMA3),
         other => Err(format!(

@@ -1,7 +1,7 @@
 //! Causal attention within one sequence, in blocks of queries.
 
-use super::kernels::{self, Input, Isa, PANEL, Rows, Store};
 use super::Buffer;
+use super::kernels::{self, Input, Isa, PANEL, Rows, Store};
 
 /// Queries whose scores are held at once: memory for a sequence of n tokens is `QUERIES x n` floats, never n x n.
 const QUERIES: usize = 48;

@@ -9,7 +9,6 @@ use std::cell::RefCell;
 
 pub use attention::{AttentionScratch, AttentionShape, causal_attention};
 
-
 use kernels::{Aligned, Input, Isa, PANEL, Rows, Store};
 
 use super::ModelError;
@@ -121,10 +120,8 @@ impl Embedding {
     pub fn forward(&self, ids: &[u32], out: &mut [f32]) -> Result<(), ModelError> {
         for (row, &id) in out.chunks_exact_mut(self.hidden).zip(ids) {
             let start = id as usize * self.hidden;
-            let source = self.table.get(start..start + self.hidden).ok_or(ModelError::TokenId {
-                id,
-                vocab: self.table.len() / self.hidden,
-            })?;
+            let source =
+                self.table.get(start..start + self.hidden).ok_or(ModelError::TokenId { id, vocab: self.table.len() / self.hidden })?;
             row.copy_from_slice(source);
         }
         Ok(())

@@ -1,0 +1,29 @@
+# The demo and the tests share one build profile.
+CARGO ?= cargo
+BIN = target/release/right-reset
+
+.PHONY: build model demo test lint bench audit
+
+build:
+	$(CARGO) build --release --locked
+
+model: build
+	$(BIN) models fetch smollm2-135m
+
+demo: build
+	@$(BIN) models show smollm2-135m >/dev/null 2>&1 || $(BIN) models fetch smollm2-135m
+	@$(BIN) run pipelines/demo.toml --show 12
+
+test: model
+	$(CARGO) test --release --locked
+
+lint:
+	$(CARGO) fmt --check
+	$(CARGO) clippy --release --locked --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --locked --no-deps
+
+bench: model
+	$(CARGO) bench --locked
+
+audit:
+	$(CARGO) deny check

