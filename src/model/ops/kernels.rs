@@ -384,6 +384,28 @@ dispatched! {
     fn rotate(x: &mut [f32], cos: &[f32], sin: &[f32]) = rotate_body
 }
 
+dispatched! {
+    /// Splits floats into three bf16 parts each, rounded to nearest, that add up to it: all first parts, then all second, then all third.
+    fn split_parts(x: &[f32], parts: &mut [u16]) = split_parts_body
+}
+
+#[inline(always)]
+fn split_parts_body<const F: bool>(x: &[f32], parts: &mut [u16]) {
+    let round = |v: f32| {
+        let bits = v.to_bits();
+        bits.wrapping_add(0x7fff + (bits >> 16 & 1)) & 0xffff_0000
+    };
+    let (first, rest) = parts.split_at_mut(x.len());
+    let (second, third) = rest.split_at_mut(x.len());
+    for (((x, a), b), c) in x.iter().zip(first).zip(second).zip(third) {
+        let high = round(*x);
+        let left = x - f32::from_bits(high);
+        let middle = round(left);
+        let low = round(left - f32::from_bits(middle));
+        (*a, *b, *c) = ((high >> 16) as u16, (middle >> 16) as u16, (low >> 16) as u16);
+    }
+}
+
 #[inline(always)]
 fn dot_body<const F: bool>(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0_f32; 16];
@@ -489,21 +511,23 @@ fn rotate_body<const F: bool>(x: &mut [f32], cos: &[f32], sin: &[f32]) {
     }
 }
 
+/// Numbers in [-1, 1) for tests.
+#[cfg(test)]
+pub(super) fn floats(n: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    (0..n)
+        .map(|_| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+        })
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
-
-    fn floats(n: usize, seed: u64) -> Vec<f32> {
-        let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-        (0..n)
-            .map(|_| {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                (state >> 40) as f32 / (1 << 23) as f32 - 1.0
-            })
-            .collect()
-    }
 
     fn pack(w: &[f32], n: usize, k: usize) -> Vec<f32> {
         let mut panels = vec![0.0; n.div_ceil(PANEL) * PANEL * k];

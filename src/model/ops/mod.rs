@@ -2,6 +2,8 @@
 //!
 //! All work on row-major `f32` slices on the calling thread, row by row: the bits of a row never depend on the rows beside it.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod attention;
 mod kernels;
 
@@ -42,8 +44,24 @@ pub enum Output {
 pub struct Linear {
     inputs: usize,
     outputs: usize,
-    panels: Aligned,
+    weights: Packed,
     bias: Option<Vec<f32>>,
+}
+
+/// Weights in the layout of the fastest product that this processor has.
+#[derive(Debug, Clone)]
+enum Packed {
+    Panels(Aligned),
+    #[cfg(target_arch = "x86_64")]
+    Tiles(amx::Weights),
+}
+
+/// Buffers of products, one set per thread.
+#[derive(Default)]
+struct ProductScratch {
+    packed: Aligned,
+    #[cfg(target_arch = "x86_64")]
+    tiles: amx::Scratch,
 }
 
 impl Linear {
@@ -59,16 +77,22 @@ impl Linear {
         if !whole || bias.as_ref().is_some_and(|b| b.len() != outputs) {
             return Err(ModelError::Shape(format!("a layer of {inputs} inputs got weights of {floats} floats or a bias of another size")));
         }
+        let rows = || blocks.iter().flat_map(|b| b.chunks_exact(inputs));
+        #[cfg(target_arch = "x86_64")]
+        if amx::available() {
+            let weights = Packed::Tiles(amx::Weights::pack(inputs, outputs, rows()));
+            return Ok(Self { inputs, outputs, weights, bias });
+        }
         let mut panels = Aligned::default();
         panels.reserve(outputs.div_ceil(PANEL) * PANEL * inputs);
         let packed = panels.as_mut_slice();
-        for (j, row) in blocks.iter().flat_map(|b| b.chunks_exact(inputs)).enumerate() {
+        for (j, row) in rows().enumerate() {
             let base = (j / PANEL) * PANEL * inputs + j % PANEL;
             for (i, value) in row.iter().enumerate() {
                 packed[base + i * PANEL] = *value;
             }
         }
-        Ok(Self { inputs, outputs, panels, bias })
+        Ok(Self { inputs, outputs, weights: Packed::Panels(panels), bias })
     }
 
     /// Outputs of a row.
@@ -80,14 +104,19 @@ impl Linear {
     /// Computes all rows of `x` (`rows x inputs`) into `out` (`rows x outputs`).
     pub fn forward(&self, x: &[f32], out: &mut [f32], output: Output) {
         thread_local! {
-            static PACKED: RefCell<Aligned> = RefCell::default();
+            static SCRATCH: RefCell<ProductScratch> = RefCell::default();
         }
         let (rows, width) = (x.len() / self.inputs, self.inputs);
         let store = if output == Output::Add { Store::Add } else { Store::Set };
-        PACKED.with_borrow_mut(|packed| {
-            kernels::pack_rows(Rows { data: x, rows, width, stride: width }, packed);
-            let input = Input::Packed { data: packed.as_slice(), rows, width };
-            kernels::product(Isa::best(), input, self.panels.as_slice(), self.outputs, out, self.outputs, store);
+        let x = Rows { data: x, rows, width, stride: width };
+        SCRATCH.with_borrow_mut(|scratch| match &self.weights {
+            #[cfg(target_arch = "x86_64")]
+            Packed::Tiles(weights) => amx::product(x, weights, &mut scratch.tiles, out, store),
+            Packed::Panels(panels) => {
+                kernels::pack_rows(x, &mut scratch.packed);
+                let input = Input::Packed { data: scratch.packed.as_slice(), rows, width };
+                kernels::product(Isa::best(), input, panels.as_slice(), self.outputs, out, self.outputs, store);
+            }
         });
         if let Some(bias) = &self.bias {
             for row in out.chunks_exact_mut(self.outputs) {
