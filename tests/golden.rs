@@ -39,7 +39,7 @@ fn distance(found: &[f32], expected: &SafeTensors, name: &str) -> f64 {
 
 fn check_architecture(dir: &Path) {
     let name = dir.display();
-    let trunk = model::load_trunk(dir, 64).unwrap_or_else(|e| panic!("{name} cannot be loaded: {e}"));
+    let trunk = model::load_trunk(dir, usize::MAX, 64).unwrap_or_else(|e| panic!("{name} cannot be loaded: {e}"));
     let expected: Value = serde_json::from_slice(&std::fs::read(dir.join("expected.json")).unwrap()).unwrap();
     let bytes = std::fs::read(dir.join("expected.safetensors")).unwrap();
     let states = SafeTensors::deserialize(&bytes).unwrap();
@@ -114,7 +114,7 @@ fn every_state_and_score_of_the_architecture_checkpoints() {
 #[test]
 fn tokens_and_scores_of_real_text_with_real_weights() {
     let path = common::model();
-    let trunk = model::load_trunk(&path, 64).unwrap();
+    let trunk = model::load_trunk(&path, usize::MAX, 64).unwrap();
     let tokenizer = model::load_tokenizer(&path).unwrap();
     for text in ["bees", "savings", "scripts"] {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/golden/smollm2/{text}.json"));

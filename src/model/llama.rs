@@ -41,13 +41,13 @@ pub(super) struct Llama {
 }
 
 impl Llama {
-    /// Reads all weights. Positions up to `extra` beyond the context get rotary tables (a reset prefix may shift a pass up).
-    pub(super) fn load(config: LlamaConfig, weights: &mut Weights, extra: usize) -> Result<Self, ModelError> {
+    /// Reads the weights of the first `depth` blocks (or of all). Positions up to `extra` beyond the context get rotary tables (a reset prefix may shift a pass up).
+    pub(super) fn load(config: LlamaConfig, weights: &mut Weights, depth: usize, extra: usize) -> Result<Self, ModelError> {
         let LlamaConfig { hidden, feed_forward, heads, kv_heads, head_dim, vocab, .. } = config;
         let (q, kv) = (heads * head_dim, kv_heads * head_dim);
         let embedding = Embedding::new(hidden, weights.get("model.embed_tokens.weight", &[vocab, hidden])?);
         let mut blocks = Vec::with_capacity(config.layers);
-        for layer in 0..config.layers {
+        for layer in 0..config.layers.min(depth) {
             let mut get = |name: &str, shape: &[usize]| weights.get(&format!("model.layers.{layer}.{name}"), shape);
             let attention_norm = RmsNorm::new(get("input_layernorm.weight", &[hidden])?, config.eps);
             let feed_forward_norm = RmsNorm::new(get("post_attention_layernorm.weight", &[hidden])?, config.eps);

@@ -133,14 +133,14 @@ pub fn resolve(name: &str, models: &Path) -> Result<ModelPath, ModelError> {
     Ok(ModelPath { name: own, path, document_token: None })
 }
 
-/// Loads the trunk; positions up to `extra` beyond the context can be used.
+/// Loads the first `depth` blocks of the trunk, or all; positions up to `extra` beyond the context can be used.
 ///
 /// # Errors
 /// [`ModelError`] if the checkpoint is unreadable, damaged, incomplete or of an unknown architecture.
-pub fn load_trunk(path: &Path, extra: usize) -> Result<Arc<dyn Trunk>, ModelError> {
+pub fn load_trunk(path: &Path, depth: usize, extra: usize) -> Result<Arc<dyn Trunk>, ModelError> {
     let config = read_config(path)?;
     let mut weights = if path.is_dir() { Weights::open_hub(path)? } else { Weights::open_gguf(path, &config)? };
-    Ok(Arc::new(Llama::load(config, &mut weights, extra)?))
+    Ok(Arc::new(Llama::load(config, &mut weights, depth, extra)?))
 }
 
 /// Loads the tokenizer that belongs to a model.

@@ -270,7 +270,11 @@ impl Scorer {
                     Prefix::Tokens(tokens) => tokens.len(),
                     Prefix::Local(p) => *p as usize,
                 };
-                let trunk = model::load_trunk(&path, extra)?;
+                let depth = match spec.tap {
+                    Tap::Layer(k) => k,
+                    Tap::Final => usize::MAX,
+                };
+                let trunk = model::load_trunk(&path, depth, extra)?;
                 Engine::new(trunk, spec, threads, budget)
             })
             .await??;
