@@ -15,7 +15,9 @@ fn program(c: &mut Criterion) {
     let cuts: Vec<Cut> = utilities.iter().enumerate().map(|(i, &u)| Cut { token: i as u32 * 6 + 5, utility: Some(u) }).collect();
     let limits = Limits::default();
     c.bench_function("percentiles, 150,000 scores", |b| b.iter(|| percentiles(black_box(&scores))));
-    c.bench_function("open count, 1,000,000 tokens, 150,000 candidates", |b| b.iter(|| open_count(black_box(&cuts), 1_000_000, &limits, 0.95)));
+    c.bench_function("open count, 1,000,000 tokens, 150,000 candidates", |b| {
+        b.iter(|| open_count(black_box(&cuts), 1_000_000, &limits, 0.95))
+    });
     let few = &cuts[..1500];
     c.bench_function("fixed count, 10,000 tokens, 1,500 candidates, 50 chunks", |b| {
         b.iter(|| fixed_count(black_box(few), 10_000, &limits, 50).unwrap());

@@ -94,7 +94,8 @@ fn main() {
     let pass = |repeats: usize| {
         let input = futures::stream::iter((0..repeats).map(|_| Ok(batch.clone())));
         let began = Instant::now();
-        let chunks: usize = runtime.block_on(Arc::clone(&operator).run("bench".into(), input).fold(0, async |n, b| n + b.unwrap().num_rows()));
+        let chunks: usize =
+            runtime.block_on(Arc::clone(&operator).run("bench".into(), input).fold(0, async |n, b| n + b.unwrap().num_rows()));
         assert!(chunks > 0);
         (tokens * repeats) as f64 / began.elapsed().as_secs_f64()
     };

@@ -7,7 +7,7 @@
 #![allow(unsafe_code)]
 
 use std::arch::asm;
-use std::arch::x86_64::{__cpuid, __cpuid_count};
+use std::arch::x86_64::{__cpuid, __cpuid_count, _MM_HINT_T1, _mm_prefetch};
 use std::sync::OnceLock;
 
 use super::kernels::{Isa, Rows, Store, split_parts};
@@ -153,29 +153,37 @@ pub(super) fn product(x: Rows<'_>, weights: &Weights, scratch: &mut Scratch, out
     let n = weights.n;
     let steps = x.width.div_ceil(DEPTH);
     let blocks = x.rows.div_ceil(SIDE);
+    let pairs = n.div_ceil(2 * SIDE);
     // SAFETY: the tile unit may be used (`available`), and CONFIG is a valid configuration.
     unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly)) };
     for slice in (0..steps).step_by(SLICE) {
         let end = steps.min(slice + SLICE);
         let fresh = slice == 0 && store == Store::Set;
-        for (pair, b) in weights.tiles.0.chunks_exact(steps * PARTS * 2).enumerate() {
-            let b = &b[slice * PARTS * 2..end * PARTS * 2];
+        let tiles_of = |pair: usize| &weights.tiles.0[(pair * steps + slice) * PARTS * 2..(pair * steps + end) * PARTS * 2];
+        for pair in 0..pairs {
+            let b = tiles_of(pair);
+            // The weights of the next columns come from the third-level cache or from memory: while these are used, a share of them
+            // is fetched with every pair of row blocks.
+            let next = tiles_of((pair + 1).min(pairs - 1));
+            let share = next.len().div_ceil(blocks.div_ceil(2));
             let column = pair * 2 * SIDE;
             for first in (0..blocks).step_by(2) {
                 // Where there is no second block, the first is multiplied twice.
                 let second = (first + 1).min(blocks - 1);
+                let ahead = next.get(first / 2 * share..).unwrap_or_default();
+                let ahead = &ahead[..share.min(ahead.len())];
                 let tiles = |block: usize| &scratch.tiles.0[(block * steps + slice) * PARTS..(block * steps + end) * PARTS];
                 let (rows, columns) = ((x.rows - first * SIDE).min(2 * SIDE), (n - column).min(2 * SIDE));
                 let target = &mut out[first * SIDE * n + column..];
                 if rows == 2 * SIDE && columns == 2 * SIDE {
-                    multiply(tiles(first), tiles(second), b, target, n, fresh);
+                    multiply(tiles(first), tiles(second), b, ahead, target, n, fresh);
                     continue;
                 }
                 let mut whole = [0.0_f32; 4 * SIDE * SIDE];
                 for (r, line) in whole.as_chunks_mut::<{ 2 * SIDE }>().0.iter_mut().take(rows).enumerate() {
                     line[..columns].copy_from_slice(&target[r * n..][..columns]);
                 }
-                multiply(tiles(first), tiles(second), b, &mut whole, 2 * SIDE, fresh);
+                multiply(tiles(first), tiles(second), b, ahead, &mut whole, 2 * SIDE, fresh);
                 for (r, line) in whole.as_chunks::<{ 2 * SIDE }>().0.iter().take(rows).enumerate() {
                     target[r * n..][..columns].copy_from_slice(&line[..columns]);
                 }
@@ -188,9 +196,11 @@ pub(super) fn product(x: Rows<'_>, weights: &Weights, scratch: &mut Scratch, out
 
 /// Adds two blocks of rows times two blocks of columns over some steps of k to 32 x 32 floats whose rows are `stride` apart, or to
 /// nothing if `fresh`.
-fn multiply(a0: &[TileData], a1: &[TileData], b: &[TileData], out: &mut [f32], stride: usize, fresh: bool) {
+fn multiply(a0: &[TileData], a1: &[TileData], b: &[TileData], ahead: &[TileData], out: &mut [f32], stride: usize, fresh: bool) {
     assert!(a0.len() == a1.len() && b.len() == 2 * a0.len() && a0.len() % PARTS == 0, "tiles do not fit");
     assert!(out.len() >= (2 * SIDE - 1) * stride + 2 * SIDE, "output is shorter than 32 rows");
+    let mut lines = ahead.iter().flat_map(|t| t.0.as_chunks::<DEPTH>().0);
+    let each = (ahead.len() * SIDE).div_ceil(a0.len() / PARTS);
     let lower = out.as_mut_ptr().wrapping_add(SIDE * stride);
     let upper = out.as_mut_ptr();
     // SAFETY: tile registers are configured by the caller, `product`; every load of a product reads whole tiles of the slices (part p of
@@ -212,6 +222,9 @@ fn multiply(a0: &[TileData], a1: &[TileData], b: &[TileData], out: &mut [f32], s
             );
         }
         for ((a0, a1), b) in a0.chunks_exact(PARTS).zip(a1.chunks_exact(PARTS)).zip(b.chunks_exact(2 * PARTS)) {
+            for line in lines.by_ref().take(each) {
+                _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast());
+            }
             // Products 11, 12, 22, 21, 31, 13: each needs one pair of tiles that the one before did not have.
             asm!(
                 "tileloadd tmm4, [{a0} + {s}*1]",
