@@ -1,7 +1,7 @@
 //! Values that Transformers produced in float32: the trunk, the tokenizer and the scores must meet them.
 //!
 //! `RIGHT_RESET_GOLDEN` names another folder of checkpoint folders to try.
-#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used)]
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)]
 
 mod common;
 

@@ -48,6 +48,17 @@ pub struct StoreStats {
     pub unsound_blocks: u64,
 }
 
+/// The blocks of a record read so far.
+#[derive(Clone)]
+struct Gathered {
+    payload: Vec<u8>,
+    /// The block that must come next, and how many there are.
+    next: u16,
+    blocks: u16,
+    /// Payload bytes of the whole record.
+    bytes: u32,
+}
+
 /// The sled store.
 pub struct SledStore {
     path: PathBuf,
@@ -79,10 +90,10 @@ impl SledStore {
         let mut namespaces = BTreeMap::new();
         for item in shards[0].scan_prefix(NAMESPACE_KEY) {
             let (_, value) = item.map_err(|e| damage(path, &e))?;
-            if let Some((block, _)) = Block::open(&value) {
-                if let Ok(namespace) = serde_json::from_slice::<Namespace>(block.payload) {
-                    namespaces.insert(namespace_of(&block.key), namespace);
-                }
+            if let Some((block, _)) = Block::open(&value)
+                && let Ok(namespace) = serde_json::from_slice::<Namespace>(block.payload)
+            {
+                namespaces.insert(namespace_of(&block.key), namespace);
             }
         }
         let store = Self {
@@ -142,6 +153,9 @@ impl SledStore {
         let mut unsound = 0;
         for item in self.shards.iter().flat_map(|db| db.iter()) {
             let (stored, value) = item.map_err(|e| self.failed(&e))?;
+            if stored == SENTINEL {
+                continue;
+            }
             match Block::open(&value) {
                 Some((block, length)) if block.key[..] == stored[..] && length == value.len() => {
                     let first = block.key[36..] == [0, 0];
@@ -188,8 +202,7 @@ impl ScoreStore for SledStore {
             let known = self.namespaces.lock().unwrap_or_else(PoisonError::into_inner);
             wanted.iter().map(|id| known.get(&id.0).map(tag)).collect()
         };
-        // Payload so far, next block, and blocks there are, for each namespace wanted.
-        let mut found: Vec<Option<(Vec<u8>, u16, u16, u32)>> = vec![None; wanted.len()];
+        let mut found: Vec<Option<Gathered>> = vec![None; wanted.len()];
         let mut broken = vec![false; wanted.len()];
         for item in self.shard(text.as_bytes()).scan_prefix(text.as_bytes()) {
             let (stored, value) = item.map_err(|e| self.failed(&e))?;
@@ -205,17 +218,17 @@ impl ScoreStore for SledStore {
                 broken[i] = true;
                 continue;
             };
-            let (payload, next, ..) = found[i].get_or_insert_with(|| (Vec::new(), 0, block.blocks, block.bytes));
-            if number == *next {
-                payload.extend_from_slice(block.payload);
-                *next += 1;
+            let so_far =
+                found[i].get_or_insert_with(|| Gathered { payload: Vec::new(), next: 0, blocks: block.blocks, bytes: block.bytes });
+            if number == so_far.next {
+                so_far.payload.extend_from_slice(block.payload);
+                so_far.next += 1;
             }
         }
         let mut out = Vec::with_capacity(wanted.len());
         for (found, broken) in found.into_iter().zip(broken) {
             let there = found.is_some();
-            let whole =
-                found.filter(|(payload, next, blocks, bytes)| !broken && next == blocks && payload.len() == *bytes as usize).map(|f| f.0);
+            let whole = found.filter(|f| !broken && f.next == f.blocks && f.payload.len() == f.bytes as usize).map(|f| f.payload);
             if whole.is_none() && (there || broken) {
                 self.unsound.fetch_add(1, Ordering::Relaxed);
             }
@@ -294,6 +307,19 @@ fn take_lock(path: &Path, file: &Path) -> Result<File, CacheError> {
     Ok(lock)
 }
 
+/// A key that every database holds: one that opens without it has lost its contents.
+const SENTINEL: &[u8] = b"sentinel";
+
+/// sled's own configuration file never changes, but sled takes a damaged one for that of a new database: a copy of it is kept, and a
+/// difference is found before sled gets to write to the log.
+fn conf_differs(dir: &Path) -> bool {
+    match (fs::read(dir.join("conf")), fs::read(dir.with_extension("conf"))) {
+        (Ok(conf), Ok(copy)) => conf != copy,
+        (Err(_), Ok(_)) => true,
+        (_, Err(_)) => false,
+    }
+}
+
 /// What came of an attempt to open a database.
 enum Attempt {
     Open(sled::Db),
@@ -304,8 +330,17 @@ enum Attempt {
 fn attempt(dir: &Path) -> Attempt {
     let open = || {
         let db = sled::Config::new().path(dir).cache_capacity(SHARD_CACHE_BYTES).flush_every_ms(None).open()?;
-        // Walks down the tree once, which finds a root that is gone.
-        db.first()?;
+        let copy = dir.with_extension("conf");
+        if db.get(SENTINEL)?.is_none() {
+            if copy.exists() {
+                return Err(sled::Error::ReportableBug("it has lost its contents".into()));
+            }
+            db.insert(SENTINEL, &[])?;
+            db.flush()?;
+        }
+        if !copy.exists() {
+            fs::copy(dir.join("conf"), copy)?;
+        }
         Ok(db)
     };
     match std::panic::catch_unwind(AssertUnwindSafe(open)) {
@@ -322,7 +357,9 @@ fn attempt(dir: &Path) -> Attempt {
 fn open_shard(path: &Path, dir: &Path) -> Result<sled::Db, CacheError> {
     let suspect = path.join(VERSION_DIR).join("suspect");
     let mut reason = String::from("a run found it damaged");
-    if !suspect.exists() {
+    if conf_differs(dir) {
+        reason = "its configuration file is damaged".into();
+    } else if !suspect.exists() {
         for retry in [false, true] {
             if retry {
                 let snapshots = fs::read_dir(dir).into_iter().flatten().filter_map(|e| Some(e.ok()?.path()));
@@ -340,6 +377,10 @@ fn open_shard(path: &Path, dir: &Path) -> Result<sled::Db, CacheError> {
     let aside = (0..).map(|i| dir.with_extension(format!("damaged-{i}"))).find(|p| !p.exists()).unwrap_or_else(|| dir.to_owned());
     if dir.exists() {
         fs::rename(dir, &aside).map_err(io(path))?;
+    }
+    let copy = dir.with_extension("conf");
+    if copy.exists() {
+        fs::remove_file(&copy).map_err(io(path))?;
     }
     let db = match attempt(dir) {
         Attempt::Open(db) => db,
@@ -468,23 +509,48 @@ mod tests {
         assert_eq!(store.lookup(text, &[id]).unwrap(), [Some(payload.clone())]);
     }
 
+    fn damage_each_shard(dir: &Path, name: &str, bytes: std::ops::Range<usize>) {
+        for shard in 0..SHARDS {
+            let file = dir.join(format!("v1/shard-{shard}")).join(name);
+            let mut content = fs::read(&file).unwrap();
+            let end = bytes.end.min(content.len());
+            content[bytes.start..end].fill(0xff);
+            fs::write(&file, content).unwrap();
+        }
+    }
+
     #[test]
-    fn a_destroyed_database_is_set_aside_and_its_records_are_kept() {
+    fn a_database_that_sled_must_not_open_is_set_aside_and_all_its_records_are_kept() {
         let dir = tempfile::tempdir().unwrap();
         let records = fill(&SledStore::open(dir.path(), None).unwrap());
-        for shard in 0..SHARDS {
-            // Both headers gone: sled cannot open it, yet the records lie in its log.
-            let file = dir.path().join(format!("v1/shard-{shard}/db"));
-            let mut bytes = fs::read(&file).unwrap();
-            bytes[..64].fill(0xff);
-            fs::write(&file, bytes).unwrap();
-            fs::write(dir.path().join(format!("v1/shard-{shard}/conf")), b"nonsense").unwrap();
+        damage_each_shard(dir.path(), "conf", 0..64);
+        for _ in 0..2 {
+            let store = SledStore::open(dir.path(), None).unwrap();
+            let id = store.namespace(&namespace("rr")).unwrap();
+            for (text, payload) in &records {
+                assert_eq!(store.lookup(text, &[id]).unwrap(), [Some(payload.clone())]);
+            }
         }
-        let store = SledStore::open(dir.path(), None).unwrap();
-        let id = store.namespace(&namespace("rr")).unwrap();
-        let kept = records.iter().filter(|(t, p)| store.lookup(t, &[id]).unwrap()[0].as_ref() == Some(p)).count();
-        assert!(kept > 150, "{kept} of {} records kept", records.len());
-        assert!(dir.path().join("v1/shard-0.damaged-0").exists());
+        assert!(dir.path().join("v1/shard-0.damaged-0").exists() && !dir.path().join("v1/shard-0.damaged-1").exists());
+    }
+
+    #[test]
+    fn a_damaged_log_costs_records_at_most_and_never_gives_a_wrong_one() {
+        for start in [0, 5_000, 100_000, 600_000] {
+            let dir = tempfile::tempdir().unwrap();
+            let records = fill(&SledStore::open(dir.path(), None).unwrap());
+            let length = fs::metadata(dir.path().join("v1/shard-0/db")).unwrap().len() as usize;
+            damage_each_shard(dir.path(), "db", start.min(length)..start + 300);
+            let store = SledStore::open(dir.path(), None).unwrap();
+            let id = store.namespace(&namespace("rr")).unwrap();
+            for (text, payload) in &records {
+                let found = store.lookup(text, &[id]).unwrap().remove(0);
+                assert!(found.is_none() || found.as_ref() == Some(payload), "a wrong record after damage at {start}");
+            }
+            store.insert(&records[9].0, id, &records[9].1).unwrap();
+            store.flush().unwrap();
+            assert_eq!(store.lookup(&records[9].0, &[id]).unwrap(), [Some(records[9].1.clone())]);
+        }
     }
 
     #[test]

@@ -74,14 +74,14 @@ pub fn discover(paths: &[String], format: Option<FileFormat>, output: Option<&Pa
             return Ok(());
         }
         let file = InputFile { path, relative: relative.clone(), format: known };
-        if let Some(other) = found.insert(relative.clone(), file.clone()) {
-            if other.path != file.path {
-                return Err(IoError::Input(format!(
-                    "{} and {} are both {relative} below their input roots; give their common folder instead",
-                    other.path.display(),
-                    file.path.display()
-                )));
-            }
+        if let Some(other) = found.insert(relative.clone(), file.clone())
+            && other.path != file.path
+        {
+            return Err(IoError::Input(format!(
+                "{} and {} are both {relative} below their input roots; give their common folder instead",
+                other.path.display(),
+                file.path.display()
+            )));
         }
         Ok(())
     };

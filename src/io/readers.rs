@@ -23,6 +23,9 @@ const BATCH_BYTES: usize = 4 << 20;
 /// Rows a batch has at most.
 const BATCH_ROWS: usize = 2048;
 
+/// The bytes of an input.
+type Bytes = Box<dyn BufRead + Send>;
+
 /// Limits on what is read.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
@@ -34,7 +37,7 @@ pub struct Limits {
 
 enum Inner {
     Parquet { reader: ParquetRecordBatchReader, next: u64 },
-    Jsonl { reader: Box<dyn BufRead + Send>, line: u64, started: bool },
+    Jsonl { reader: Bytes, line: u64, started: bool },
     Arrow { batches: Box<dyn Iterator<Item = Result<RecordBatch, arrow::error::ArrowError>> + Send>, next: u64, rest: Option<RecordBatch> },
 }
 
@@ -52,7 +55,7 @@ fn format_error<'a>(path: &'a Path, format: &'static str) -> impl Fn(&dyn std::f
 }
 
 /// A file on disk or standard input, spooled where a format needs to jump.
-fn open(file: &InputFile) -> Result<(Option<File>, Box<dyn BufRead + Send>, FileFormat), IoError> {
+fn open(file: &InputFile) -> Result<(Option<File>, Bytes, FileFormat), IoError> {
     if !file.is_stdin() {
         let handle = File::open(&file.path).map_err(at(&file.path))?;
         let reader = Box::new(BufReader::with_capacity(1 << 20, handle.try_clone().map_err(at(&file.path))?));
@@ -76,7 +79,7 @@ fn open(file: &InputFile) -> Result<(Option<File>, Box<dyn BufRead + Send>, File
 }
 
 /// Unpacks gzip (all members) and zstd (all frames), known by their first bytes.
-fn unpacked(mut reader: Box<dyn BufRead + Send>, path: &Path) -> Result<Box<dyn BufRead + Send>, IoError> {
+fn unpacked(mut reader: Bytes, path: &Path) -> Result<Bytes, IoError> {
     let head = reader.fill_buf().map_err(at(path))?;
     Ok(match head {
         [0x1f, 0x8b, ..] => Box::new(BufReader::with_capacity(1 << 18, flate2::bufread::MultiGzDecoder::new(reader))),

@@ -340,7 +340,7 @@ pub(super) fn hub_config(path: &Path, text: &str) -> Result<LlamaConfig, ModelEr
 /// Refuses sizes that no llama has, before anything divides by them.
 fn check(path: &Path, c: &LlamaConfig) -> Result<(), ModelError> {
     let sizes = [c.hidden, c.feed_forward, c.layers, c.heads, c.kv_heads, c.head_dim, c.vocab, c.context];
-    if sizes.contains(&0) || c.heads % c.kv_heads != 0 || c.head_dim % 2 != 0 {
+    if sizes.contains(&0) || !c.heads.is_multiple_of(c.kv_heads) || !c.head_dim.is_multiple_of(2) {
         return Err(checkpoint(path, format!("its sizes fit no llama: {c:?}")));
     }
     Ok(())

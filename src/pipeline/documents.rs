@@ -478,10 +478,10 @@ fn resolve_settings(pipeline: &Pipeline, identity: &Identity, model: &ModelPath)
             }
         }
     };
-    if let Tap::Layer(k) = tap {
-        if k > layers {
-            return Err(value("score.layer", format!("block {k} does not exist: {} has {layers}", model.name)));
-        }
+    if let Tap::Layer(k) = tap
+        && k > layers
+    {
+        return Err(value("score.layer", format!("block {k} does not exist: {} has {layers}", model.name)));
     }
     let number = |text: &str| text.parse::<u32>().map_err(|_| value("score.reset_prefix", format!("{text:?} is no number of tokens")));
     let bos = || {
@@ -583,7 +583,7 @@ fn score_fields(identity: &Identity, policy: EdgePolicy, s: &ScoreSettings) -> V
 
 /// The window of a namespace that differs from `wanted` only in running every candidate further, if its curves hold the horizon.
 fn longer_window(namespace: &Namespace, wanted: &Namespace, window: u32) -> Option<u32> {
-    if namespace.kind != wanted.kind || window % 8 != 0 {
+    if namespace.kind != wanted.kind || !window.is_multiple_of(8) {
         return None;
     }
     let mut other = namespace.clone();

@@ -555,10 +555,11 @@ fn merge(base: &mut toml::Table, over: toml::Table) {
 /// Makes the paths of a file relative to its folder.
 fn rebase(table: &mut toml::Table, folder: &Path) {
     let join = |value: &mut toml::Value| {
-        if let toml::Value::String(path) = value {
-            if path != "-" && Path::new(path.as_str()).is_relative() {
-                *path = folder.join(&*path).to_string_lossy().into_owned();
-            }
+        if let toml::Value::String(path) = value
+            && path != "-"
+            && Path::new(path.as_str()).is_relative()
+        {
+            *path = folder.join(&*path).to_string_lossy().into_owned();
         }
     };
     let mut at = |section: &str, key: &str| {

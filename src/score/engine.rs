@@ -277,10 +277,10 @@ impl Shared {
     fn done(&self) {
         let mut queue = lock(&self.queue);
         queue.active -= 1;
-        if queue.active == 0 {
-            if let Some(since) = queue.busy_since.take() {
-                queue.busy_seconds += since.elapsed().as_secs_f64();
-            }
+        if queue.active == 0
+            && let Some(since) = queue.busy_since.take()
+        {
+            queue.busy_seconds += since.elapsed().as_secs_f64();
         }
     }
 

@@ -283,7 +283,8 @@ mod tests {
 
     /// Every choice of cuts that obeys the predecessor rule, scored term by term as the design states it.
     fn brute_force(edges: &[Cut], tokens: u32, limits: &Limits, penalty: f64, count: Option<usize>) -> Option<Vec<usize>> {
-        let mut found: Option<((u64, u64, u32, i128, usize), Vec<usize>)> = None;
+        type Key = (u64, u64, u32, i128, usize);
+        let mut found: Option<(Key, Vec<usize>)> = None;
         for mask in 0..1_u32 << edges.len() {
             let cuts: Vec<usize> = (0..edges.len()).filter(|i| mask >> i & 1 == 1).collect();
             if count.is_some_and(|k| cuts.len() + 1 != k) {

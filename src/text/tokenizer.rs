@@ -159,7 +159,7 @@ impl Tokenizer {
 
     /// Tokenizes `text`, adding no special tokens. Spans are in bytes of `text`.
     ///
-    /// Text above [`BLOCK_BYTES`] is tokenized in blocks; see [`block_end`].
+    /// Text above [`BLOCK_BYTES`] is tokenized in blocks that end before a single space between two non-spaces.
     ///
     /// # Errors
     /// [`TextError::Encode`] if the tokenizer fails, [`TextError::TooManyTokens`] above `u32::MAX` tokens.

@@ -105,7 +105,7 @@ fn pass_through_keeps_any_arrow_type() {
     let place = Place::new();
     let mut tags = ListBuilder::new(StringBuilder::new());
     for i in 0..5 {
-        tags.append_option((i != 2).then(|| [Some("a"), None]));
+        tags.append_option((i != 2).then_some([Some("a"), None]));
     }
     let inner: ArrayRef = Arc::new(Int64Array::from(vec![Some(1), None, Some(3), Some(4), Some(5)]));
     let nested = StructArray::from(vec![(Arc::new(Field::new("n", DataType::Int64, true)), inner)]);

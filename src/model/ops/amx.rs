@@ -197,7 +197,7 @@ pub(super) fn product(x: Rows<'_>, weights: &Weights, scratch: &mut Scratch, out
 /// Adds two blocks of rows times two blocks of columns over some steps of k to 32 x 32 floats whose rows are `stride` apart, or to
 /// nothing if `fresh`.
 fn multiply(a0: &[TileData], a1: &[TileData], b: &[TileData], ahead: &[TileData], out: &mut [f32], stride: usize, fresh: bool) {
-    assert!(a0.len() == a1.len() && b.len() == 2 * a0.len() && a0.len() % PARTS == 0, "tiles do not fit");
+    assert!(a0.len() == a1.len() && b.len() == 2 * a0.len() && a0.len().is_multiple_of(PARTS), "tiles do not fit");
     assert!(out.len() >= (2 * SIDE - 1) * stride + 2 * SIDE, "output is shorter than 32 rows");
     let mut lines = ahead.iter().flat_map(|t| t.0.as_chunks::<DEPTH>().0);
     let each = (ahead.len() * SIDE).div_ceil(a0.len() / PARTS);
