@@ -194,7 +194,7 @@ fn damaged_models_are_named() {
     run(&place).fails(1, "truncated");
     std::fs::write(model.join("model.safetensors"), &bytes).unwrap();
     let config = std::fs::read_to_string(model.join("config.json")).unwrap();
-    std::fs::write(model.join("config.json"), config.replace("\"num_hidden_layers\": 4", "\"num_hidden_layers\": 5")).unwrap();
+    std::fs::write(model.join("config.json"), config.replace("\"num_hidden_layers\": 4", "\"num_hidden_layers\": 8")).unwrap();
     run(&place).fails(1, "tensor model.layers.4.").fails(1, "is missing");
     std::fs::write(model.join("config.json"), config.replace("\"intermediate_size\": 64", "\"intermediate_size\": 65")).unwrap();
     run(&place).fails(1, "has shape [64, 32], expected [65, 32]");
