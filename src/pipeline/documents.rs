@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use futures::stream::{self, StreamExt};
@@ -109,6 +109,8 @@ pub struct Scorer {
     keys: [blake3::Hash; 2],
     tokenizer: OnceCell<Arc<Tokenizer>>,
     engine: OnceCell<Arc<Engine>>,
+    /// One gate per text that is being scored: copies in other batches wait there and then find it in the cache.
+    gates: Mutex<HashMap<blake3::Hash, Arc<tokio::sync::Mutex<()>>>>,
     pub(super) counters: Counters,
 }
 
@@ -185,6 +187,7 @@ impl Scorer {
             keys: [edges.hash(), scores.hash()],
             tokenizer: OnceCell::new(),
             engine: OnceCell::new(),
+            gates: Mutex::default(),
             counters: Counters::default(),
         };
         // Settings that were used before are known to be sound; new ones are checked now rather than at the first document.
@@ -313,7 +316,7 @@ impl Scorer {
             }
             _ => {
                 let found: Vec<_> = stream::iter(order)
-                    .map(|(hash, i)| async move { Ok::<_, RunError>((hash, self.score_missing(batch, i, hash, need).await?)) })
+                    .map(|(hash, i)| async move { Ok::<_, RunError>((hash, self.score_once(batch, i, hash, need).await?)) })
                     .buffered(IN_FLIGHT)
                     .collect()
                     .await;
@@ -331,8 +334,6 @@ impl Scorer {
     /// One look-up per text: what is known, or the hash of a text that must be scored.
     fn look_up(&self, batch: &SourceBatch, need: Need) -> Result<Vec<Result<DocState, blake3::Hash>>, RunError> {
         let began = Instant::now();
-        let mut wanted = vec![self.edges_namespace];
-        wanted.extend(self.served_by.iter().map(|s| s.0));
         let mut out = Vec::with_capacity(batch.texts.len());
         for text in &batch.texts {
             let text = match text {
@@ -351,32 +352,60 @@ impl Scorer {
                 TextCell::Text(text) => text,
             };
             let hash = blake3::hash(text.as_bytes());
-            let records = self.store.lookup(&hash, &wanted)?;
-            let edges = records[0].as_deref().and_then(|bytes| decode_edges(bytes, text.len()));
-            out.push(match edges {
-                None => Err(hash),
-                Some(edges) if !need.scores(edges.tokens) => {
-                    self.counters.not_needed.fetch_add(1, Ordering::Relaxed);
-                    Ok(self.ready(hash, edges, None))
-                }
-                Some(edges) => {
-                    let candidates = edges.edges.iter().filter(|e| e.is_candidate()).count();
-                    let served = records[1..]
-                        .iter()
-                        .zip(&self.served_by)
-                        .find_map(|(bytes, (_, window))| Some((decode_curves(bytes.as_deref()?, candidates)?, *window)));
-                    match served {
-                        Some(curves) => {
-                            self.counters.from_cache.fetch_add(1, Ordering::Relaxed);
-                            Ok(self.ready(hash, edges, Some(curves)))
-                        }
-                        None => Err(hash),
-                    }
-                }
-            });
+            out.push(self.look_up_text(hash, text, need)?.ok_or(hash));
         }
         self.counters.lookup_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
         Ok(out)
+    }
+
+    /// What the cache knows of a text, if it is enough.
+    fn look_up_text(&self, hash: blake3::Hash, text: &str, need: Need) -> Result<Option<DocState>, RunError> {
+        let mut wanted = vec![self.edges_namespace];
+        wanted.extend(self.served_by.iter().map(|s| s.0));
+        let records = self.store.lookup(&hash, &wanted)?;
+        let Some(edges) = records[0].as_deref().and_then(|bytes| decode_edges(bytes, text.len())) else { return Ok(None) };
+        if !need.scores(edges.tokens) {
+            self.counters.not_needed.fetch_add(1, Ordering::Relaxed);
+            return Ok(Some(self.ready(hash, edges, None)));
+        }
+        let candidates = edges.edges.iter().filter(|e| e.is_candidate()).count();
+        let served = records[1..]
+            .iter()
+            .zip(&self.served_by)
+            .find_map(|(bytes, (_, window))| Some((decode_curves(bytes.as_deref()?, candidates)?, *window)));
+        Ok(served.map(|curves| {
+            self.counters.from_cache.fetch_add(1, Ordering::Relaxed);
+            self.ready(hash, edges, Some(curves))
+        }))
+    }
+
+    /// Scores a text that the cache lacked, unless a copy of it is being scored: then its scores are waited for.
+    async fn score_once(
+        self: &Arc<Self>,
+        batch: &Arc<SourceBatch>,
+        row: usize,
+        hash: blake3::Hash,
+        need: Need,
+    ) -> Result<DocState, RunError> {
+        let gate = Arc::clone(self.gates.lock().unwrap_or_else(PoisonError::into_inner).entry(hash).or_default());
+        let guard = gate.lock().await;
+        // A copy may have been scored since the batch was looked up, whether it was waited for or not.
+        let known = match &batch.texts[row] {
+            TextCell::Text(text) => self.look_up_text(hash, text, need)?,
+            _ => None,
+        };
+        let state = match known {
+            Some(state) => Ok(state),
+            None => self.score_missing(batch, row, hash, need).await,
+        };
+        drop(guard);
+        let mut gates = self.gates.lock().unwrap_or_else(PoisonError::into_inner);
+        // The map and this function hold it: nobody waits.
+        if Arc::strong_count(&gate) == 2 {
+            gates.remove(&hash);
+        }
+        drop(gates);
+        state
     }
 
     fn ready(&self, hash: blake3::Hash, edges: Edges, curves: Option<(Vec<Curve>, u32)>) -> DocState {

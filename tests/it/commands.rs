@@ -82,6 +82,19 @@ fn on_miss_error_refuses_inference_and_skip_counts() {
 }
 
 #[test]
+fn copies_of_a_document_are_scored_once_wherever_they_stand() {
+    let texts = prose(40, 30);
+    // Several batches, in flight together.
+    let place = Place::with_documents(&texts.iter().cycle().take(40 * 250).cloned().collect::<Vec<_>>());
+    place.run(&["--threads", "3"]).ok();
+    let documents = &place.summary("out")["documents"];
+    let n = |k: &str| documents[k].as_u64().unwrap();
+    assert!(n("scored") <= 40 && n("scored") > 20, "{documents}");
+    let rows = &place.summary("out")["rows"];
+    assert_eq!(rows["chunked"], 10_000);
+}
+
+#[test]
 fn score_writes_one_row_per_candidate_edge() {
     let place = Place::with_documents(&prose(4, 20));
     place.tool(&["score", "p.toml", "--output", "e.jsonl", "--curves", "--set", "input.id_column=id"]).ok();
