@@ -1,6 +1,6 @@
 # The demo and the tests share one build profile.
 CARGO ?= cargo
-BIN = target/release/right-reset
+BIN = $(or $(CARGO_TARGET_DIR),target)/release/right-reset
 
 .PHONY: build model demo test lint bench audit
 
