@@ -9,6 +9,7 @@ macro_rules! kill_point {
 }
 
 pub mod cache;
+mod hash;
 pub mod index;
 pub mod io;
 pub mod model;

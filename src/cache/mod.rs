@@ -67,17 +67,8 @@ impl Namespace {
     /// Hash of the words, each with its length before it.
     #[must_use]
     pub fn hash(&self) -> blake3::Hash {
-        let mut hasher = blake3::Hasher::new();
-        let mut feed = |word: &str| {
-            hasher.update(&(word.len() as u64).to_le_bytes());
-            hasher.update(word.as_bytes());
-        };
-        feed(&self.kind);
-        for (name, value) in &self.fields {
-            feed(name);
-            feed(value);
-        }
-        hasher.finalize()
+        let fields = self.fields.iter().flat_map(|(name, value)| [name.as_str(), value.as_str()]);
+        crate::hash::words(std::iter::once(self.kind.as_str()).chain(fields))
     }
 }
 

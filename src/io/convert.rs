@@ -43,12 +43,6 @@ impl SourceBatch {
         self.columns = self.columns.slice(rows, self.columns.num_rows() - rows);
         Self { rows: std::mem::replace(&mut self.rows, rest), texts: std::mem::replace(&mut self.texts, texts), columns }
     }
-
-    /// Bytes of text.
-    #[must_use]
-    pub fn text_bytes(&self) -> usize {
-        self.texts.iter().map(|t| if let TextCell::Text(t) = t { t.len() } else { 0 }).sum()
-    }
 }
 
 /// Which columns are read and in which types they leave: fixed by the first file.

@@ -315,9 +315,7 @@ pub fn file_state(path: &Path) -> Result<InputState, IoError> {
 /// # Errors
 /// [`IoError`] if it cannot be read.
 pub fn hash_file(path: &Path) -> Result<String, IoError> {
-    let mut hasher = blake3::Hasher::new();
-    hasher.update_reader(File::open(path).map_err(at(path))?).map_err(at(path))?;
-    Ok(hasher.finalize().to_hex().to_string())
+    Ok(crate::hash::file(path).map_err(at(path))?.to_hex().to_string())
 }
 
 #[cfg(test)]

@@ -300,10 +300,7 @@ fn remember(note: &Path, remembered: &Remembered) -> std::io::Result<()> {
 }
 
 fn hash_file(path: &Path) -> Result<blake3::Hash, ModelError> {
-    let fail = |source| ModelError::Io { path: path.display().to_string(), source };
-    let mut hasher = blake3::Hasher::new();
-    hasher.update_reader(std::fs::File::open(path).map_err(fail)?).map_err(fail)?;
-    Ok(hasher.finalize())
+    crate::hash::file(path).map_err(|source| ModelError::Io { path: path.display().to_string(), source })
 }
 
 /// Fetches a built-in model into `models` unless it is there; returns its path and whether it was fetched now.

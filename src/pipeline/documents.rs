@@ -106,6 +106,8 @@ pub struct Scorer {
     scores_namespace: NamespaceId,
     /// The namespaces that can serve a request, and their windows; the one written to comes first.
     served_by: Vec<(NamespaceId, u32)>,
+    /// All namespaces of a look-up: edges first, then `served_by`.
+    wanted: Vec<NamespaceId>,
     keys: [blake3::Hash; 2],
     tokenizer: OnceCell<Arc<Tokenizer>>,
     engine: OnceCell<Arc<Engine>>,
@@ -183,6 +185,7 @@ impl Scorer {
             store,
             edges_namespace,
             scores_namespace,
+            wanted: std::iter::once(edges_namespace).chain(served_by.iter().map(|s| s.0)).collect(),
             served_by,
             keys: [edges.hash(), scores.hash()],
             tokenizer: OnceCell::new(),
@@ -360,9 +363,7 @@ impl Scorer {
 
     /// What the cache knows of a text, if it is enough.
     fn look_up_text(&self, hash: blake3::Hash, text: &str, need: Need) -> Result<Option<DocState>, RunError> {
-        let mut wanted = vec![self.edges_namespace];
-        wanted.extend(self.served_by.iter().map(|s| s.0));
-        let records = self.store.lookup(&hash, &wanted)?;
+        let records = self.store.lookup(&hash, &self.wanted)?;
         let Some(edges) = records[0].as_deref().and_then(|bytes| decode_edges(bytes, text.len())) else { return Ok(None) };
         if !need.scores(edges.tokens) {
             self.counters.not_needed.fetch_add(1, Ordering::Relaxed);

@@ -248,12 +248,7 @@ fn spec_hash(pipeline: &Pipeline, scorer: &Scorer, operator: &Operator, limit: O
 }
 
 fn hash_words(words: &[String]) -> String {
-    let mut hasher = blake3::Hasher::new();
-    for word in words {
-        hasher.update(&(word.len() as u64).to_le_bytes());
-        hasher.update(word.as_bytes());
-    }
-    hasher.finalize().to_hex()[..32].to_owned()
+    crate::hash::words(words.iter().map(String::as_str)).to_hex()[..32].to_owned()
 }
 
 /// The one consumer: writes and commits, in order.
