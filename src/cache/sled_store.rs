@@ -369,6 +369,8 @@ fn open_shard(path: &Path, dir: &Path) -> Result<sled::Db, CacheError> {
             }
             match attempt(dir) {
                 Attempt::Open(db) => return Ok(db),
+                // Our own lock is held, so this is the attempt before: what its panic left behind has not let go of the file yet.
+                Attempt::Failed(e) if retry && e.to_string().contains("could not acquire lock") => {}
                 Attempt::Failed(e) => return Err(io(path)(e)),
                 Attempt::Damaged(why) => reason = why,
             }

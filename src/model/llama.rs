@@ -2,7 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::ops::{AttentionShape, Embedding, Linear, Output, ROW_TILE, RmsNorm, Rotary, RotaryScaling, causal_attention, silu_mul};
+use super::ops::{
+    Activation, AttentionShape, Embedding, GatedFeedForward, Linear, Output, ROW_TILE, RmsNorm, Rotary, RotaryScaling, causal_attention,
+};
 use super::weights::Weights;
 use super::{Batch, ModelError, Scratch, Shape, Tap, Trunk};
 
@@ -27,8 +29,7 @@ struct Block {
     qkv: Linear,
     output: Linear,
     feed_forward_norm: RmsNorm,
-    gate_up: Linear,
-    down: Linear,
+    feed_forward: GatedFeedForward,
 }
 
 /// A loaded llama trunk.
@@ -58,7 +59,7 @@ impl Llama {
             ];
             let output = [get("self_attn.o_proj.weight", &[hidden, q])?];
             let gate_up = [get("mlp.gate_proj.weight", &[feed_forward, hidden])?, get("mlp.up_proj.weight", &[feed_forward, hidden])?];
-            let down = [get("mlp.down_proj.weight", &[hidden, feed_forward])?];
+            let down = get("mlp.down_proj.weight", &[hidden, feed_forward])?;
             let mut bias = |names: &[(&str, usize)]| -> Result<Option<Vec<f32>>, ModelError> {
                 let full = |name: &str| format!("model.layers.{layer}.{name}.bias");
                 if !names.iter().any(|(name, _)| weights.has(&full(name))) {
@@ -76,12 +77,11 @@ impl Llama {
                 qkv: Linear::pack(hidden, &qkv, qkv_bias)?,
                 output: Linear::pack(q, &output, output_bias)?,
                 feed_forward_norm,
-                gate_up: Linear::pack(hidden, &gate_up, gate_up_bias)?,
-                down: Linear::pack(feed_forward, &down, down_bias)?,
+                feed_forward: GatedFeedForward::pack(hidden, Activation::Silu, gate_up, gate_up_bias, down, down_bias)?,
             });
         }
         let norm = RmsNorm::new(weights.get("model.norm.weight", &[hidden])?, config.eps);
-        let rotary = Rotary::new(head_dim, config.theta, &config.scaling, config.context + extra);
+        let rotary = Rotary::new(head_dim, &config.scaling.frequencies(head_dim, config.theta), config.context + extra);
         Ok(Self { config, embedding, blocks, norm, rotary })
     }
 
@@ -94,8 +94,6 @@ impl Llama {
         let qkv = scratch.qkv.get(tokens * width);
         let attended = scratch.attended.get(tokens * attended_width);
         let normed = scratch.normed.get(ROW_TILE * c.hidden);
-        let wide = scratch.wide.get(ROW_TILE * block.gate_up.outputs());
-        let gated = scratch.gated.get(ROW_TILE * c.feed_forward);
 
         for ((x, qkv), positions) in
             x.chunks(ROW_TILE * c.hidden).zip(qkv.chunks_mut(ROW_TILE * width)).zip(batch.positions.chunks(ROW_TILE))
@@ -112,15 +110,10 @@ impl Llama {
             causal_attention(shape, &qkv[span.start * width..span.end * width], out, &mut scratch.attention);
         }
         for (x, attended) in x.chunks_mut(ROW_TILE * c.hidden).zip(attended.chunks(ROW_TILE * attended_width)) {
-            let rows = x.len() / c.hidden;
             let normed = &mut normed[..x.len()];
-            let wide = &mut wide[..rows * block.gate_up.outputs()];
-            let gated = &mut gated[..rows * c.feed_forward];
             block.output.forward(attended, x, Output::Add);
             block.feed_forward_norm.forward(x, normed);
-            block.gate_up.forward(normed, wide, Output::Set);
-            silu_mul(wide, c.feed_forward, gated);
-            block.down.forward(gated, x, Output::Add);
+            block.feed_forward.add(normed, x, &mut scratch.feed_forward);
         }
     }
 }

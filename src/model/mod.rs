@@ -8,7 +8,7 @@ pub mod ops;
 mod registry;
 mod weights;
 
-use ops::{AttentionScratch, Buffer};
+use ops::{AttentionScratch, Buffer, FeedForwardScratch};
 pub(crate) use registry::user_cache;
 pub use registry::{BUILT_IN, BuiltIn, Identity, ModelPath, fetch, identity, load_tokenizer, load_trunk, models_dir, resolve};
 
@@ -128,8 +128,7 @@ pub struct Scratch {
     pub(crate) qkv: Buffer,
     pub(crate) attended: Buffer,
     pub(crate) normed: Buffer,
-    pub(crate) wide: Buffer,
-    pub(crate) gated: Buffer,
+    pub(crate) feed_forward: FeedForwardScratch,
     pub(crate) attention: AttentionScratch,
 }
 

@@ -12,7 +12,7 @@ pub use engine::{Document, Engine, EngineStats};
 use crate::model::{ModelError, Tap};
 
 /// Revision of the kernels and of the order of their operations: part of the score key, raised when a change of code changes bits.
-pub const KERNEL_REVISION: u32 = 1;
+pub const KERNEL_REVISION: u32 = 2;
 
 /// What can go wrong while scoring.
 #[derive(Debug, thiserror::Error)]

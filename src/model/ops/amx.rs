@@ -8,9 +8,11 @@
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count, _MM_HINT_T1, _mm_prefetch};
+use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::kernels::{Isa, Rows, Store, split_parts};
+use super::kernels::{Activation, Isa, Rows, Store, split_parts};
+use super::memory::Block;
 
 /// Rows and columns of a tile.
 const SIDE: usize = 16;
@@ -18,8 +20,10 @@ const SIDE: usize = 16;
 const DEPTH: usize = 32;
 /// bf16 numbers of a tile.
 const TILE: usize = SIDE * DEPTH;
-/// Steps of k that are multiplied before the next rows: two columns' weights, 108 KiB, and all rows, 972 KiB, stay in the second-level cache meanwhile.
-const SLICE: usize = 18;
+/// Steps of k that are multiplied without a stop; longer rows are added up in several rounds.
+const SLICE: usize = 24;
+/// Tiles of rows that go through all columns together: they stay in the second-level cache meanwhile.
+const ROW_TILES: usize = 1536;
 /// bf16 parts of a float.
 const PARTS: usize = 3;
 
@@ -46,84 +50,120 @@ fn permitted() -> bool {
     result == 0
 }
 
-/// Bf16 tiles, each on a cache line boundary.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Tiles(Vec<TileData>);
-
+/// 16 rows of 32 bf16 numbers.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 struct TileData([u16; TILE]);
 
-impl Tiles {
-    fn reserve(&mut self, tiles: usize) {
-        if self.0.len() < tiles {
-            self.0.resize(tiles, TileData([0; TILE]));
-        }
-    }
-}
+const ZERO: TileData = TileData([0; TILE]);
 
-/// Weights in tiles: for each pair of column blocks, each step of k, the three parts of both blocks.
-#[derive(Debug, Clone)]
+/// Weights in tiles: for each pair of column blocks, each step of k, the parts of both blocks.
+#[derive(Debug)]
 pub(super) struct Weights {
-    tiles: Tiles,
+    tiles: Block<TileData>,
     k: usize,
     n: usize,
+    /// Parts that are not all zero: 1 for a checkpoint in bf16, 2 for most quantised ones.
+    parts: usize,
 }
 
 impl Weights {
     /// Packs rows of `k` weights, `n` of them.
-    pub(super) fn pack<'a>(k: usize, n: usize, rows: impl Iterator<Item = &'a [f32]>) -> Self {
+    pub(super) fn pack<'a>(k: usize, n: usize, rows: impl Iterator<Item = &'a [f32]> + Clone) -> Self {
+        let mut split = vec![0_u16; k * PARTS];
+        let mut parts = 1;
+        for row in rows.clone().filter(|row| !row.is_empty()) {
+            split_parts(Isa::best(), row, &mut split);
+            // Negative zero is zero too.
+            let used = |part: usize| split[part * k..(part + 1) * k].iter().any(|v| v << 1 != 0);
+            parts = (parts..PARTS).rev().find(|&part| used(part)).map_or(parts, |part| part + 1);
+        }
         let steps = k.div_ceil(DEPTH);
         let pairs = n.div_ceil(2 * SIDE);
-        let mut tiles = Tiles::default();
-        tiles.reserve(pairs * steps * PARTS * 2);
-        let mut parts = vec![0_u16; k * PARTS];
-        for (column, row) in rows.enumerate() {
-            split_parts(Isa::best(), row, &mut parts);
+        let mut tiles = Block::beside_others(pairs * steps * parts * 2, ZERO);
+        for (column, row) in rows.enumerate().filter(|(_, row)| !row.is_empty()) {
+            split_parts(Isa::best(), row, &mut split);
             let (pair, block, within) = (column / (2 * SIDE), column / SIDE % 2, column % SIDE);
-            for part in 0..PARTS {
-                for (i, value) in parts[part * k..(part + 1) * k].iter().enumerate() {
-                    let tile = ((pair * steps + i / DEPTH) * PARTS + part) * 2 + block;
+            for part in 0..parts {
+                for (i, value) in split[part * k..(part + 1) * k].iter().enumerate() {
+                    let tile = ((pair * steps + i / DEPTH) * parts + part) * 2 + block;
                     // Pairs of k lie side by side.
-                    tiles.0[tile].0[(i % DEPTH / 2) * DEPTH + within * 2 + i % 2] = *value;
+                    tiles[tile].0[(i % DEPTH / 2) * DEPTH + within * 2 + i % 2] = *value;
                 }
             }
         }
-        Self { tiles, k, n }
+        Self { tiles, k, n, parts }
+    }
+
+    /// Packs two layers over one input for [`gated`]: blocks of 16 columns of the one and of the other take turns, up to whole tiles.
+    pub(super) fn pack_gated(k: usize, gate: &[f32], up: &[f32]) -> Self {
+        let width = (gate.len() / k).next_multiple_of(DEPTH);
+        let columns = (0..width).step_by(SIDE).flat_map(|first| [gate, up].map(|layer| (layer, first)));
+        let rows =
+            columns.flat_map(|(layer, first)| (first..first + SIDE).map(move |row| layer.get(row * k..(row + 1) * k).unwrap_or_default()));
+        Self::pack(k, 2 * width, rows)
     }
 }
 
-/// Buffers of [`product`].
+/// Buffers of [`product`] and [`gated`].
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
-    tiles: Tiles,
-    parts: Vec<u16>,
+    rows: Block<TileData>,
+    inner: Block<TileData>,
 }
 
+/// Sums of two blocks of rows times two blocks of columns: upper left tile, upper right, lower left, lower right.
+#[repr(C, align(64))]
+struct Sums([[[f32; SIDE]; SIDE]; 4]);
+
 /// Splits rows into tiles: for each block of 16 rows and each step of k, the three parts.
-fn pack_rows(x: Rows<'_>, scratch: &mut Scratch) {
+#[target_feature(enable = "avx512f,avx512bw")]
+fn pack_rows(x: Rows<'_>, tiles: &mut Block<TileData>) {
+    use std::arch::x86_64::*;
+    // The upper halves of floats: odd words of two registers.
+    let mut odd = [0_u16; 32];
+    for (i, word) in odd.iter_mut().enumerate() {
+        *word = 2 * i as u16 + 1;
+    }
+    // SAFETY: `odd` is 64 bytes.
+    let odd = unsafe { _mm512_loadu_si512(odd.as_ptr().cast()) };
     let steps = x.width.div_ceil(DEPTH);
-    scratch.tiles.reserve(x.rows.div_ceil(SIDE) * steps * PARTS);
-    scratch.parts.resize(x.width * PARTS, 0);
-    for row in 0..x.rows.next_multiple_of(SIDE) {
-        if row < x.rows {
-            split_parts(Isa::best(), &x.data[row * x.stride..][..x.width], &mut scratch.parts);
-        } else {
-            scratch.parts.fill(0);
-        }
-        for part in 0..PARTS {
-            for (step, values) in scratch.parts[part * x.width..(part + 1) * x.width].chunks(DEPTH).enumerate() {
-                let tile = ((row / SIDE) * steps + step) * PARTS + part;
-                let out = &mut scratch.tiles.0[tile].0.as_chunks_mut::<DEPTH>().0[row % SIDE];
-                if let Ok(values) = <&[u16; DEPTH]>::try_from(values) {
-                    *out = *values;
-                } else {
-                    out[..values.len()].copy_from_slice(values);
-                    out[values.len()..].fill(0);
+    tiles.reserve(x.rows.div_ceil(SIDE) * steps * PARTS, ZERO);
+    for (block, tiles) in tiles.chunks_exact_mut(steps * PARTS).take(x.rows.div_ceil(SIDE)).enumerate() {
+        for (step, tiles) in tiles.as_chunks_mut::<PARTS>().0.iter_mut().enumerate() {
+            let at = step * DEPTH;
+            let mask = ((1_u64 << (x.width - at).min(DEPTH)) - 1) as u32;
+            for r in 0..SIDE {
+                let row = block * SIDE + r;
+                let mut rest = [_mm512_setzero_ps(); 2];
+                if row < x.rows {
+                    let line = x.data[row * x.stride + at..].as_ptr();
+                    // SAFETY: the mask keeps the loads inside the row.
+                    rest = unsafe {
+                        [_mm512_maskz_loadu_ps(mask as u16, line), _mm512_maskz_loadu_ps((mask >> 16) as u16, line.wrapping_add(16))]
+                    };
+                }
+                for tile in tiles.iter_mut() {
+                    let part = [round(rest[0]), round(rest[1])];
+                    let words = _mm512_permutex2var_epi16(_mm512_castps_si512(part[0]), odd, _mm512_castps_si512(part[1]));
+                    // SAFETY: row `r` of a tile is 64 bytes.
+                    unsafe { _mm512_store_si512(tile.0[r * DEPTH..(r + 1) * DEPTH].as_mut_ptr().cast(), words) };
+                    rest = [_mm512_sub_ps(rest[0], part[0]), _mm512_sub_ps(rest[1], part[1])];
                 }
             }
         }
     }
+}
+
+/// The nearest bf16 numbers, ties to even, as floats.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn round(v: std::arch::x86_64::__m512) -> std::arch::x86_64::__m512 {
+    use std::arch::x86_64::*;
+    let bits = _mm512_castps_si512(v);
+    let even = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+    let raised = _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7fff)));
+    _mm512_castsi512_ps(_mm512_and_si512(raised, _mm512_set1_epi32(0xffff_0000_u32 as i32)))
 }
 
 #[repr(C, align(64))]
@@ -144,144 +184,250 @@ static CONFIG: Config = Config {
     rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
 };
 
-/// `out = x * weights` (or `out += ...`). Must only be called where [`available`].
-///
-/// Panics if a slice is shorter than its shape says, which is a mistake of the caller in this module tree.
-pub(super) fn product(x: Rows<'_>, weights: &Weights, scratch: &mut Scratch, out: &mut [f32], store: Store) {
-    assert!(available() && x.width == weights.k && out.len() >= x.rows * weights.n, "shapes of the product do not fit");
-    pack_rows(x, scratch);
-    let n = weights.n;
-    let steps = x.width.div_ceil(DEPTH);
-    let blocks = x.rows.div_ceil(SIDE);
-    let pairs = n.div_ceil(2 * SIDE);
-    // SAFETY: the tile unit may be used (`available`), and CONFIG is a valid configuration.
+/// Runs work that uses tile registers. Must only be called where [`available`].
+fn with_tiles(work: impl FnOnce()) {
+    assert!(available(), "no tile unit");
+    // SAFETY: the tile unit may be used, and CONFIG is a valid configuration.
     unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly)) };
-    for slice in (0..steps).step_by(SLICE) {
-        let end = steps.min(slice + SLICE);
-        let fresh = slice == 0 && store == Store::Set;
-        let tiles_of = |pair: usize| &weights.tiles.0[(pair * steps + slice) * PARTS * 2..(pair * steps + end) * PARTS * 2];
-        for pair in 0..pairs {
-            let b = tiles_of(pair);
-            // The weights of the next columns come from the third-level cache or from memory: while these are used, a share of them
-            // is fetched with every pair of row blocks.
-            let next = tiles_of((pair + 1).min(pairs - 1));
-            let share = next.len().div_ceil(blocks.div_ceil(2));
-            let column = pair * 2 * SIDE;
-            for first in (0..blocks).step_by(2) {
-                // Where there is no second block, the first is multiplied twice.
-                let second = (first + 1).min(blocks - 1);
-                let ahead = next.get(first / 2 * share..).unwrap_or_default();
-                let ahead = &ahead[..share.min(ahead.len())];
-                let tiles = |block: usize| &scratch.tiles.0[(block * steps + slice) * PARTS..(block * steps + end) * PARTS];
-                let (rows, columns) = ((x.rows - first * SIDE).min(2 * SIDE), (n - column).min(2 * SIDE));
-                let target = &mut out[first * SIDE * n + column..];
-                if rows == 2 * SIDE && columns == 2 * SIDE {
-                    multiply(tiles(first), tiles(second), b, ahead, target, n, fresh);
-                    continue;
-                }
-                let mut whole = [0.0_f32; 4 * SIDE * SIDE];
-                for (r, line) in whole.as_chunks_mut::<{ 2 * SIDE }>().0.iter_mut().take(rows).enumerate() {
-                    line[..columns].copy_from_slice(&target[r * n..][..columns]);
-                }
-                multiply(tiles(first), tiles(second), b, ahead, &mut whole, 2 * SIDE, fresh);
-                for (r, line) in whole.as_chunks::<{ 2 * SIDE }>().0.iter().take(rows).enumerate() {
-                    target[r * n..][..columns].copy_from_slice(&line[..columns]);
-                }
-            }
-        }
-    }
+    work();
     // SAFETY: as above.
     unsafe { asm!("tilerelease", options(nostack, nomem)) };
 }
 
-/// Adds two blocks of rows times two blocks of columns over some steps of k to 32 x 32 floats whose rows are `stride` apart, or to
-/// nothing if `fresh`.
-fn multiply(a0: &[TileData], a1: &[TileData], b: &[TileData], ahead: &[TileData], out: &mut [f32], stride: usize, fresh: bool) {
-    assert!(a0.len() == a1.len() && b.len() == 2 * a0.len() && a0.len().is_multiple_of(PARTS), "tiles do not fit");
-    assert!(out.len() >= (2 * SIDE - 1) * stride + 2 * SIDE, "output is shorter than 32 rows");
+/// Rows whose tiles, `steps` for each part of a block, fit the second-level cache.
+fn rows_at_once(steps: usize) -> usize {
+    (ROW_TILES / (2 * steps * PARTS)).max(1) * 2 * SIDE
+}
+
+/// `out = x * weights` (or `out += ...`). Must only be called where [`available`].
+///
+/// Panics if a slice is shorter than its shape says, which is a mistake of the caller in this module tree.
+pub(super) fn product(x: Rows<'_>, weights: &Weights, scratch: &mut Scratch, out: &mut [f32], store: Store) {
+    let n = weights.n;
+    assert!(x.width == weights.k && out.len() >= x.rows * n, "shapes of the product do not fit");
+    let all = x.width.div_ceil(DEPTH);
+    with_tiles(|| {
+        for slice in (0..all).step_by(SLICE) {
+            let steps = slice..all.min(slice + SLICE);
+            let width = (x.width - slice * DEPTH).min(SLICE * DEPTH);
+            let store = if slice == 0 { store } else { Store::Add };
+            let group = rows_at_once(steps.len());
+            for first in (0..x.rows).step_by(group) {
+                let x = Rows { data: &x.data[first * x.stride + slice * DEPTH..], rows: group.min(x.rows - first), width, ..x };
+                let out = &mut out[first * n..];
+                // SAFETY: where tiles are used, the processor has these instructions (`available`).
+                unsafe { pack_rows(x, &mut scratch.rows) };
+                multiply(&scratch.rows, x.rows, weights, steps.clone(), 0..n.div_ceil(2 * SIDE), &mut |sums, row, pair| {
+                    // SAFETY: as above.
+                    unsafe { store_sums(sums, x.rows - row, n - pair * 2 * SIDE, &mut out[row * n + pair * 2 * SIDE..], n, store) };
+                });
+            }
+        }
+    });
+}
+
+/// `out += (activation(x * gate) * (x * up)) * down`, where `gate_up` is packed by [`Weights::pack_gated`] and the bias holds gate, then up.
+/// Must only be called where [`available`].
+///
+/// Panics if a slice is shorter than its shape says, which is a mistake of the caller in this module tree.
+pub(super) fn gated(
+    x: Rows<'_>,
+    activation: Activation,
+    gate_up: &Weights,
+    bias: Option<&[f32]>,
+    down: &Weights,
+    scratch: &mut Scratch,
+    out: &mut [f32],
+) {
+    let n = down.n;
+    let (inputs, all) = (x.width.div_ceil(DEPTH), down.k.div_ceil(DEPTH));
+    assert!(x.width == gate_up.k && gate_up.n == 2 * all * DEPTH && out.len() >= x.rows * n, "shapes of the layer do not fit");
+    assert!(bias.is_none_or(|bias| bias.len() == 2 * down.k), "bias of another size");
+    let group = rows_at_once(inputs + all.min(SLICE));
+    with_tiles(|| {
+        for first in (0..x.rows).step_by(group) {
+            let x = Rows { data: &x.data[first * x.stride..], rows: group.min(x.rows - first), ..x };
+            let out = &mut out[first * n..];
+            // SAFETY: where tiles are used, the processor has these instructions (`available`).
+            unsafe { pack_rows(x, &mut scratch.rows) };
+            for slice in (0..all).step_by(SLICE) {
+                let steps = slice..all.min(slice + SLICE);
+                let inner = &mut scratch.inner;
+                inner.reserve(x.rows.div_ceil(SIDE) * steps.len() * PARTS, ZERO);
+                multiply(&scratch.rows, x.rows, gate_up, 0..inputs, 2 * steps.start..2 * steps.end, &mut |sums, row, pair| {
+                    let bias = bias.map(|bias| bias.split_at(down.k)).map(|(gate, up)| {
+                        let columns = (pair * SIDE).min(down.k)..((pair + 1) * SIDE).min(down.k);
+                        (&gate[columns.clone()], &up[columns])
+                    });
+                    for (half, sums) in sums.0.as_chunks::<2>().0.iter().enumerate().take((x.rows - row).div_ceil(SIDE)) {
+                        let step = (row / SIDE + half) * steps.len() + pair / 2 - steps.start;
+                        let tiles = &mut inner[step * PARTS..(step + 1) * PARTS];
+                        // SAFETY: as above.
+                        unsafe { store_gated(sums, activation, bias, tiles, pair % 2 * SIDE) };
+                    }
+                });
+                multiply(inner, x.rows, down, steps, 0..n.div_ceil(2 * SIDE), &mut |sums, row, pair| {
+                    // SAFETY: as above.
+                    unsafe { store_sums(sums, x.rows - row, n - pair * 2 * SIDE, &mut out[row * n + pair * 2 * SIDE..], n, Store::Add) };
+                });
+            }
+        }
+    });
+}
+
+/// Multiplies rows in tiles by the weights' columns of some pairs of blocks over some steps of k, and hands each 32 x 32 sums on with
+/// the row and the pair at which they start.
+fn multiply(
+    x: &[TileData],
+    rows: usize,
+    weights: &Weights,
+    steps: Range<usize>,
+    pairs: Range<usize>,
+    done: &mut dyn FnMut(&Sums, usize, usize),
+) {
+    match weights.parts {
+        1 => multiply_parts::<1>(x, rows, weights, steps, pairs, done),
+        2 => multiply_parts::<2>(x, rows, weights, steps, pairs, done),
+        _ => multiply_parts::<3>(x, rows, weights, steps, pairs, done),
+    }
+}
+
+fn multiply_parts<const W: usize>(
+    x: &[TileData],
+    rows: usize,
+    weights: &Weights,
+    steps: Range<usize>,
+    pairs: Range<usize>,
+    done: &mut dyn FnMut(&Sums, usize, usize),
+) {
+    let (depth, all) = (steps.len(), weights.k.div_ceil(DEPTH));
+    let blocks = rows.div_ceil(SIDE);
+    let mut sums = Sums([[[0.0; SIDE]; SIDE]; 4]);
+    for pair in pairs.clone() {
+        let of_pair = |pair: usize| &weights.tiles[(pair * all + steps.start) * W * 2..][..depth * W * 2];
+        // The weights of the next columns come from the third-level cache or from memory: while these are used, a share of them is
+        // fetched with every pair of row blocks.
+        let mut ahead = of_pair((pair + 1).min(pairs.end - 1)).chunks((depth * W * 2).div_ceil(blocks.div_ceil(2)));
+        for first in (0..blocks).step_by(2) {
+            // Where there is no second block, the first is multiplied twice.
+            let second = (first + 1).min(blocks - 1);
+            let tiles = |block: usize| &x[block * depth * PARTS..(block + 1) * depth * PARTS];
+            multiply_blocks::<W>(tiles(first), tiles(second), of_pair(pair), ahead.next().unwrap_or_default(), &mut sums);
+            done(&sums, first * SIDE, pair);
+        }
+    }
+}
+
+/// Splits `activation(gate) * up` of one block of rows into the tiles of the next product, from column `at` on.
+#[target_feature(enable = "avx512f,avx512bw")]
+fn store_gated(sums: &[[[f32; SIDE]; SIDE]; 2], activation: Activation, bias: Option<(&[f32], &[f32])>, tiles: &mut [TileData], at: usize) {
+    use std::arch::x86_64::*;
+    for (r, (gate, up)) in sums[0].iter().zip(&sums[1]).enumerate() {
+        let (mut gate, mut up) = (*gate, *up);
+        if let Some((gate_bias, up_bias)) = bias {
+            gate.iter_mut().zip(gate_bias).for_each(|(v, b)| *v += b);
+            up.iter_mut().zip(up_bias).for_each(|(v, b)| *v += b);
+        }
+        activation.apply::<true>(&mut gate);
+        for (g, u) in gate.iter_mut().zip(up) {
+            *g *= u;
+        }
+        // SAFETY: 16 floats.
+        let mut rest = unsafe { _mm512_loadu_ps(gate.as_ptr()) };
+        for tile in tiles.iter_mut() {
+            let part = round(rest);
+            let words = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_castps_si512(part)));
+            // SAFETY: 16 words from column `at` of row `r` on.
+            unsafe { _mm256_storeu_si256(tile.0[r * DEPTH + at..][..SIDE].as_mut_ptr().cast(), words) };
+            rest = _mm512_sub_ps(rest, part);
+        }
+    }
+}
+
+/// Writes or adds sums, or what there is of `rows` and `columns` if less, to rows that are `stride` floats apart.
+#[target_feature(enable = "avx512f")]
+fn store_sums(sums: &Sums, rows: usize, columns: usize, out: &mut [f32], stride: usize, store: Store) {
+    use std::arch::x86_64::*;
+    let columns = columns.min(2 * SIDE);
+    for r in 0..rows.min(2 * SIDE) {
+        let line = &mut out[r * stride..][..columns];
+        for half in 0..columns.div_ceil(SIDE) {
+            let mask = ((1_u32 << (columns - half * SIDE).min(SIDE)) - 1) as __mmask16;
+            let at = line.as_mut_ptr().wrapping_add(half * SIDE);
+            // SAFETY: the mask keeps loads and stores inside the line; a row of a tile is 16 floats.
+            unsafe {
+                let mut value = _mm512_loadu_ps(sums.0[r / SIDE * 2 + half][r % SIDE].as_ptr());
+                if store == Store::Add {
+                    value = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, at), value);
+                }
+                _mm512_mask_storeu_ps(at, mask, value);
+            }
+        }
+    }
+}
+
+/// Multiplies two blocks of rows by two blocks of columns over all steps of k given. Meanwhile fetches the tiles `ahead` into the second-level cache.
+fn multiply_blocks<const W: usize>(a0: &[TileData], a1: &[TileData], b: &[TileData], ahead: &[TileData], sums: &mut Sums) {
+    assert!(a0.len() == a1.len() && a0.len().is_multiple_of(PARTS) && b.len() == a0.len() / PARTS * 2 * W, "tiles do not fit");
     let mut lines = ahead.iter().flat_map(|t| t.0.as_chunks::<DEPTH>().0);
     let each = (ahead.len() * SIDE).div_ceil(a0.len() / PARTS);
-    let lower = out.as_mut_ptr().wrapping_add(SIDE * stride);
-    let upper = out.as_mut_ptr();
-    // SAFETY: tile registers are configured by the caller, `product`; every load of a product reads whole tiles of the slices (part p of
-    // a step is tile p of `a`, tiles 2p and 2p + 1 of `b`); the output is read and written in four blocks of 16 rows of 64 bytes, all
-    // of which lie in `out` by the assertion.
+    let sums = (&raw mut *sums).cast::<f32>();
+    // SAFETY: tile registers are configured, `with_tiles`; every load of a product reads whole tiles of the slices (part p of
+    // a step is tile p of `a`, tiles 2p and 2p + 1 of `b`); the sums are four tiles.
     unsafe {
-        if fresh {
-            asm!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", options(nostack, nomem));
-        } else {
-            asm!(
-                "tileloadd tmm0, [{u} + {s}*1]",
-                "tileloadd tmm1, [{u} + {s}*1 + 64]",
-                "tileloadd tmm2, [{l} + {s}*1]",
-                "tileloadd tmm3, [{l} + {s}*1 + 64]",
-                u = in(reg) upper,
-                l = in(reg) lower,
-                s = in(reg) stride * 4,
-                options(nostack, readonly),
-            );
-        }
-        for ((a0, a1), b) in a0.chunks_exact(PARTS).zip(a1.chunks_exact(PARTS)).zip(b.chunks_exact(2 * PARTS)) {
+        asm!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", options(nostack, nomem));
+        for ((a0, a1), b) in a0.chunks_exact(PARTS).zip(a1.chunks_exact(PARTS)).zip(b.chunks_exact(2 * W)) {
             for line in lines.by_ref().take(each) {
                 _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast());
             }
-            // Products 11, 12, 22, 21, 31, 13: each needs one pair of tiles that the one before did not have.
-            asm!(
-                "tileloadd tmm4, [{a0} + {s}*1]",
+            macro_rules! tiles {
+                ($($line:literal),*) => {
+                    asm!(
+                        $($line,)*
+                        "tdpbf16ps tmm0, tmm4, tmm6",
+                        "tdpbf16ps tmm1, tmm4, tmm7",
+                        "tdpbf16ps tmm2, tmm5, tmm6",
+                        "tdpbf16ps tmm3, tmm5, tmm7",
+                        "/* {a0} {a1} {b} {s} */",
+                        a0 = in(reg) a0.as_ptr(),
+                        a1 = in(reg) a1.as_ptr(),
+                        b = in(reg) b.as_ptr(),
+                        s = in(reg) 64_usize,
+                        options(nostack, readonly),
+                    )
+                };
+            }
+            // Partial products 11, 12, 22, 21, 31, 13.
+            tiles!(
                 "tileloadd tmm6, [{b} + {s}*1]",
                 "tileloadd tmm7, [{b} + {s}*1 + 1024]",
-                "tileloadd tmm5, [{a1} + {s}*1]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                "tileloadd tmm6, [{b} + {s}*1 + 2048]",
-                "tileloadd tmm7, [{b} + {s}*1 + 3072]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                "tileloadd tmm4, [{a0} + {s}*1 + 1024]",
-                "tileloadd tmm5, [{a1} + {s}*1 + 1024]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                "tileloadd tmm6, [{b} + {s}*1]",
-                "tileloadd tmm7, [{b} + {s}*1 + 1024]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                "tileloadd tmm4, [{a0} + {s}*1 + 2048]",
-                "tileloadd tmm5, [{a1} + {s}*1 + 2048]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
                 "tileloadd tmm4, [{a0} + {s}*1]",
-                "tileloadd tmm5, [{a1} + {s}*1]",
-                "tileloadd tmm6, [{b} + {s}*1 + 4096]",
-                "tileloadd tmm7, [{b} + {s}*1 + 5120]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                a0 = in(reg) a0.as_ptr(),
-                a1 = in(reg) a1.as_ptr(),
-                b = in(reg) b.as_ptr(),
-                s = in(reg) 64_usize,
-                options(nostack, readonly),
+                "tileloadd tmm5, [{a1} + {s}*1]"
             );
+            if W >= 2 {
+                tiles!("tileloadd tmm6, [{b} + {s}*1 + 2048]", "tileloadd tmm7, [{b} + {s}*1 + 3072]");
+            }
+            tiles!("tileloadd tmm4, [{a0} + {s}*1 + 1024]", "tileloadd tmm5, [{a1} + {s}*1 + 1024]");
+            if W >= 2 {
+                tiles!("tileloadd tmm6, [{b} + {s}*1]", "tileloadd tmm7, [{b} + {s}*1 + 1024]");
+            }
+            tiles!("tileloadd tmm4, [{a0} + {s}*1 + 2048]", "tileloadd tmm5, [{a1} + {s}*1 + 2048]");
+            if W >= 3 {
+                tiles!(
+                    "tileloadd tmm4, [{a0} + {s}*1]",
+                    "tileloadd tmm5, [{a1} + {s}*1]",
+                    "tileloadd tmm6, [{b} + {s}*1 + 4096]",
+                    "tileloadd tmm7, [{b} + {s}*1 + 5120]"
+                );
+            }
         }
         asm!(
-            "tilestored [{u} + {s}*1], tmm0",
-            "tilestored [{u} + {s}*1 + 64], tmm1",
-            "tilestored [{l} + {s}*1], tmm2",
-            "tilestored [{l} + {s}*1 + 64], tmm3",
-            u = in(reg) upper,
-            l = in(reg) lower,
-            s = in(reg) stride * 4,
+            "tilestored [{c} + {s}*1], tmm0",
+            "tilestored [{c} + {s}*1 + 1024], tmm1",
+            "tilestored [{c} + {s}*1 + 2048], tmm2",
+            "tilestored [{c} + {s}*1 + 3072], tmm3",
+            c = in(reg) sums,
+            s = in(reg) 64_usize,
             options(nostack),
         );
     }

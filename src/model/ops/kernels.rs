@@ -1,11 +1,13 @@
 //! Kernels with run-time dispatch: AVX-512, AVX2 with FMA, or portable code.
 //!
-//! The only module with `unsafe`. Every kernel works row by row: an output row is one fixed sequence of operations on its own input
+//! Every kernel works row by row: an output row is one fixed sequence of operations on its own input
 //! row, so it has the same bits whatever rows stand beside it. Products accumulate over k in order, one fused multiply-add a step, so
 //! that AVX-512, AVX2 and portable code on a processor with fused multiply-add give the same bits too.
 #![allow(unsafe_code)]
 
 use std::sync::OnceLock;
+
+use super::memory::Block;
 
 /// Columns of one packed panel of weights. Nine rows of three AVX-512 registers each leave room for three of the panel and one of the
 /// input, and need 12 loads for 27 multiply-adds.
@@ -53,37 +55,6 @@ impl Isa {
     }
 }
 
-/// Sixteen floats on a cache line of their own.
-#[derive(Debug, Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([f32; 16]);
-
-/// A float buffer that starts on a cache line.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Aligned {
-    lines: Vec<Line>,
-}
-
-impl Aligned {
-    /// Grows to at least `len` floats, which keep or have any value.
-    pub(super) fn reserve(&mut self, len: usize) {
-        let lines = len.div_ceil(16);
-        if self.lines.len() < lines {
-            self.lines.resize(lines, Line([0.0; 16]));
-        }
-    }
-
-    pub(super) fn as_slice(&self) -> &[f32] {
-        // SAFETY: `Line` is exactly sixteen floats without padding (64 bytes, repr(C)), so the vector's memory is one float slice.
-        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.lines.len() * 16) }
-    }
-
-    pub(super) fn as_mut_slice(&mut self) -> &mut [f32] {
-        // SAFETY: as in `as_slice`; the borrow of `self` is exclusive.
-        unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.lines.len() * 16) }
-    }
-}
-
 /// What becomes of a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Store {
@@ -109,13 +80,12 @@ impl Rows<'_> {
 }
 
 /// Packs rows into blocks of [`BLOCK`] (the last may be shorter), each block column by column, so that a tile reads them in a line.
-pub(super) fn pack_rows(x: Rows<'_>, packed: &mut Aligned) {
+pub(super) fn pack_rows(x: Rows<'_>, packed: &mut Block<f32>) {
     x.check();
-    packed.reserve(x.rows * x.width);
-    let out = packed.as_mut_slice();
+    packed.reserve(x.rows * x.width, 0.0);
     for first in (0..x.rows).step_by(BLOCK) {
         let rows = BLOCK.min(x.rows - first);
-        let block = &mut out[first * x.width..(first + rows) * x.width];
+        let block = &mut packed[first * x.width..(first + rows) * x.width];
         for r in 0..rows {
             let source = &x.data[(first + r) * x.stride..][..x.width];
             for (column, value) in block.chunks_exact_mut(rows).zip(source) {
@@ -372,8 +342,36 @@ dispatched! {
     fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) = rms_norm_body
 }
 dispatched! {
-    /// `out = silu(gate) * up`, where `x` holds gate, then up.
-    fn silu_mul(x: &[f32], out: &mut [f32]) = silu_mul_body
+    /// `x = x / sqrt(mean(x^2) + eps) * weight`.
+    fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) = rms_norm_in_place_body
+}
+dispatched! {
+    /// `out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias`.
+    fn layer_norm(x: &[f32], weight: &[f32], bias: &[f32], eps: f32, out: &mut [f32]) = layer_norm_body
+}
+dispatched! {
+    /// `out = activation(gate) * up`, where `x` holds gate, then up.
+    fn gate(activation: Activation, x: &[f32], out: &mut [f32]) = gate_body
+}
+dispatched! {
+    /// Activates each number in place.
+    fn activate(activation: Activation, x: &mut [f32]) = activate_body
+}
+dispatched! {
+    /// `cap * tanh(x / cap)` in place.
+    fn soft_cap(x: &mut [f32], cap: f32) = soft_cap_body
+}
+dispatched! {
+    /// The largest of some numbers.
+    fn largest(x: &[f32]) -> f32 = largest_body
+}
+dispatched! {
+    /// The sum of `e^(x - top)`.
+    fn sum_exp(x: &[f32], top: f32) -> f32 = sum_exp_body
+}
+dispatched! {
+    /// The sums of `e^(x - top)` and of `e^(x - top) (x - y)`.
+    fn sum_exp_weighted(x: &[f32], y: &[f32], top: f32) -> (f32, f32) = sum_exp_weighted_body
 }
 dispatched! {
     /// Softmax of `scale * scores[..keep]` in place; what comes after is set to 0.
@@ -441,6 +439,14 @@ fn rms_norm_body<const F: bool>(x: &[f32], weight: &[f32], eps: f32, out: &mut [
     }
 }
 
+#[inline(always)]
+fn rms_norm_in_place_body<const F: bool>(x: &mut [f32], weight: &[f32], eps: f32) {
+    let scale = 1.0 / (dot_body::<F>(x, x) / x.len() as f32 + eps).sqrt();
+    for (x, w) in x.iter_mut().zip(weight) {
+        *x = *x * scale * w;
+    }
+}
+
 /// e^x to about 1 ulp for x in [-87, 88], 0 below, clamped above: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2].
 #[inline(always)]
 fn exp<const F: bool>(x: f32) -> f32 {
@@ -461,29 +467,169 @@ fn exp<const F: bool>(x: f32) -> f32 {
     if x < -87.0 { 0.0 } else { p * power }
 }
 
+/// The non-linear function of a feed-forward layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activation {
+    /// `x / (1 + e^-x)`.
+    Silu,
+    /// `x/2 (1 + erf(x / sqrt 2))`.
+    Gelu,
+    /// `x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`.
+    GeluTanh,
+}
+
 #[inline(always)]
-fn silu_mul_body<const F: bool>(x: &[f32], out: &mut [f32]) {
-    let (gate, up) = x.split_at(x.len() / 2);
-    for ((out, g), u) in out.iter_mut().zip(gate).zip(up) {
-        *out = g / (1.0 + exp::<F>(-g)) * u;
+fn sigmoid<const F: bool>(x: f32) -> f32 {
+    1.0 / (1.0 + exp::<F>(-x))
+}
+
+#[inline(always)]
+fn silu<const F: bool>(x: f32) -> f32 {
+    x * sigmoid::<F>(x)
+}
+
+/// By Chebyshev's fit of erfc (relative error below 1.2e-7), as `x (1 - erfc(x / sqrt 2) / 2)` for the sign at hand.
+#[inline(always)]
+fn gelu<const F: bool>(x: f32) -> f32 {
+    const FIT: [f32; 9] =
+        [0.170_872_77, -0.822_152_23, 1.488_515_9, -1.135_204, 0.278_868_07, -0.186_288_06, 0.096_784_18, 0.374_091_96, 1.000_023_7];
+    let z = x.abs() * std::f32::consts::FRAC_1_SQRT_2;
+    let t = 1.0 / fma::<F>(0.5, z, 1.0);
+    let mut p = FIT[0];
+    for c in &FIT[1..] {
+        p = fma::<F>(p, t, *c);
     }
+    let half = 0.5 * t * exp::<F>(fma::<F>(-z, z, fma::<F>(p, t, -1.265_512_2)));
+    x * if x < 0.0 { half } else { 1.0 - half }
+}
+
+/// `1 + tanh(u) = 2 sigmoid(2u)`.
+#[inline(always)]
+fn gelu_tanh<const F: bool>(x: f32) -> f32 {
+    const SCALE: f32 = 1.595_769; // 2 sqrt(2 / pi)
+    x * sigmoid::<F>(SCALE * x * fma::<F>(0.044_715 * x, x, 1.0))
+}
+
+impl Activation {
+    /// Activates each number of a row of fixed length; meant to be compiled into a kernel.
+    #[inline(always)]
+    pub(super) fn apply<const F: bool>(self, x: &mut [f32]) {
+        match self {
+            Self::Silu => x.iter_mut().for_each(|v| *v = silu::<F>(*v)),
+            Self::Gelu => x.iter_mut().for_each(|v| *v = gelu::<F>(*v)),
+            Self::GeluTanh => x.iter_mut().for_each(|v| *v = gelu_tanh::<F>(*v)),
+        }
+    }
+}
+
+#[inline(always)]
+fn activate_body<const F: bool>(activation: Activation, x: &mut [f32]) {
+    activation.apply::<F>(x);
+}
+
+#[inline(always)]
+fn gate_body<const F: bool>(activation: Activation, x: &[f32], out: &mut [f32]) {
+    let (gate, up) = x.split_at(x.len() / 2);
+    out.copy_from_slice(gate);
+    activation.apply::<F>(out);
+    for (out, u) in out.iter_mut().zip(up) {
+        *out *= u;
+    }
+}
+
+#[inline(always)]
+fn soft_cap_body<const F: bool>(x: &mut [f32], cap: f32) {
+    for v in x {
+        // tanh(u) = 2 sigmoid(2u) - 1; near 0, where that loses digits, the logits it makes are near 0 too.
+        *v = cap * fma::<F>(2.0, sigmoid::<F>(2.0 / cap * *v), -1.0);
+    }
+}
+
+#[inline(always)]
+fn layer_norm_body<const F: bool>(x: &[f32], weight: &[f32], bias: &[f32], eps: f32, out: &mut [f32]) {
+    let n = x.len() as f32;
+    let mean = sum_body::<F>(x) / n;
+    for (out, x) in out.iter_mut().zip(x) {
+        *out = x - mean;
+    }
+    let scale = 1.0 / (dot_body::<F>(out, out) / n + eps).sqrt();
+    for ((out, w), b) in out.iter_mut().zip(weight).zip(bias) {
+        *out = fma::<F>(*out * scale, *w, *b);
+    }
+}
+
+#[inline(always)]
+fn sum_body<const F: bool>(x: &[f32]) -> f32 {
+    let mut sums = [0.0_f32; 16];
+    let (chunks, rest) = x.as_chunks::<16>();
+    for chunk in chunks {
+        for (sum, v) in sums.iter_mut().zip(chunk) {
+            *sum += v;
+        }
+    }
+    for (sum, v) in sums.iter_mut().zip(rest) {
+        *sum += v;
+    }
+    total(&sums)
+}
+
+#[inline(always)]
+fn largest_body<const F: bool>(x: &[f32]) -> f32 {
+    let mut tops = [f32::NEG_INFINITY; 16];
+    let (chunks, rest) = x.as_chunks::<16>();
+    for chunk in chunks {
+        for (top, v) in tops.iter_mut().zip(chunk) {
+            *top = if *v > *top { *v } else { *top };
+        }
+    }
+    for (top, v) in tops.iter_mut().zip(rest) {
+        *top = if *v > *top { *v } else { *top };
+    }
+    tops.iter().fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a })
+}
+
+#[inline(always)]
+fn sum_exp_body<const F: bool>(x: &[f32], top: f32) -> f32 {
+    let mut sums = [0.0_f32; 16];
+    let (chunks, rest) = x.as_chunks::<16>();
+    for chunk in chunks {
+        for (sum, v) in sums.iter_mut().zip(chunk) {
+            *sum += exp::<F>(v - top);
+        }
+    }
+    for (sum, v) in sums.iter_mut().zip(rest) {
+        *sum += exp::<F>(v - top);
+    }
+    total(&sums)
+}
+
+#[inline(always)]
+fn sum_exp_weighted_body<const F: bool>(x: &[f32], y: &[f32], top: f32) -> (f32, f32) {
+    let (mut sums, mut weighted) = ([0.0_f32; 16], [0.0_f32; 16]);
+    let (x16, x_rest) = x.as_chunks::<16>();
+    let (y16, y_rest) = y.as_chunks::<16>();
+    for (x, y) in x16.iter().zip(y16) {
+        for i in 0..16 {
+            let e = exp::<F>(x[i] - top);
+            sums[i] += e;
+            weighted[i] = fma::<F>(e, x[i] - y[i], weighted[i]);
+        }
+    }
+    for (i, (x, y)) in x_rest.iter().zip(y_rest).enumerate() {
+        let e = exp::<F>(x - top);
+        sums[i] += e;
+        weighted[i] = fma::<F>(e, x - y, weighted[i]);
+    }
+    (total(&sums), total(&weighted))
 }
 
 #[inline(always)]
 fn softmax_body<const F: bool>(scores: &mut [f32], keep: usize, scale: f32) {
     let (kept, rest) = scores.split_at_mut(keep);
     rest.fill(0.0);
-    let mut tops = [f32::NEG_INFINITY; 16];
+    let top = largest_body::<F>(kept);
     let (chunks, tail) = kept.as_chunks_mut::<16>();
-    for chunk in chunks.iter() {
-        for i in 0..16 {
-            tops[i] = if chunk[i] > tops[i] { chunk[i] } else { tops[i] };
-        }
-    }
-    for (top, s) in tops.iter_mut().zip(tail.iter()) {
-        *top = if *s > *top { *s } else { *top };
-    }
-    let top = tops.iter().fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });
     let mut sums = [0.0_f32; 16];
     for chunk in chunks.iter_mut() {
         for i in 0..16 {
@@ -551,10 +697,10 @@ mod tests {
                 let plain = Rows { data: &x, rows: m, width: k, stride: k };
                 let mut out = vec![1.0_f32; m * n];
                 product(isa, Input::Plain(plain), &panels, n, &mut out, n, Store::Add);
-                let mut packed = Aligned::default();
+                let mut packed = Block::default();
                 pack_rows(plain, &mut packed);
                 let mut again = vec![1.0_f32; m * n];
-                let input = Input::Packed { data: packed.as_slice(), rows: m, width: k };
+                let input = Input::Packed { data: &packed, rows: m, width: k };
                 product(isa, input, &panels, n, &mut again, n, Store::Add);
                 prop_assert_eq!(&again, &out);
                 for r in 0..m {
@@ -592,11 +738,53 @@ mod tests {
 
                 let both: Vec<f32> = a.iter().chain(&b).map(|v| v * 9.0).collect();
                 let mut out = vec![0.0; n];
-                silu_mul(isa, &both, &mut out);
-                for i in 0..n {
-                    let g = f64::from(both[i]);
-                    prop_assert!((f64::from(out[i]) - g / (1.0 + (-g).exp()) * f64::from(both[n + i])).abs() < 1e-4);
+                for activation in [Activation::Silu, Activation::Gelu, Activation::GeluTanh] {
+                    gate(isa, activation, &both, &mut out);
+                    for i in 0..n {
+                        let exact = exactly(activation, f64::from(both[i])) * f64::from(both[n + i]);
+                        prop_assert!((f64::from(out[i]) - exact).abs() < 2e-5, "{activation:?} {} {}", both[i], both[n + i]);
+                    }
                 }
+
+                layer_norm(isa, &a, &b, &a, 1e-5, &mut out);
+                let mean = a.iter().map(|v| f64::from(*v)).sum::<f64>() / n as f64;
+                let variance = a.iter().map(|v| (f64::from(*v) - mean).powi(2)).sum::<f64>() / n as f64;
+                for i in 0..n {
+                    let exact = (f64::from(a[i]) - mean) / (variance + 1e-5).sqrt() * f64::from(b[i]) + f64::from(a[i]);
+                    prop_assert!((f64::from(out[i]) - exact).abs() < 1e-4);
+                }
+            }
+        }
+    }
+
+    /// The activation in f64; erf by its series.
+    fn exactly(activation: Activation, x: f64) -> f64 {
+        match activation {
+            Activation::Silu => x / (1.0 + (-x).exp()),
+            Activation::GeluTanh => 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3))).tanh()),
+            Activation::Gelu => {
+                let z = x / 2.0_f64.sqrt();
+                if z.abs() > 4.0 {
+                    return if x > 0.0 { x } else { 0.0 };
+                }
+                let (mut term, mut sum) = (z, z);
+                for n in 1..200 {
+                    term *= -z * z / f64::from(n);
+                    sum += term / f64::from(2 * n + 1);
+                }
+                0.5 * x * (1.0 + (2.0 / std::f64::consts::PI.sqrt() * sum))
+            }
+        }
+    }
+
+    #[test]
+    fn caps_are_accurate() {
+        for isa in Isa::available() {
+            let mut x: Vec<f32> = (-400..400).map(|i| i as f32 / 4.0).collect();
+            let before = x.clone();
+            soft_cap(isa, &mut x, 30.0);
+            for (x, before) in x.iter().zip(before) {
+                assert!((f64::from(*x) - 30.0 * (f64::from(before) / 30.0).tanh()).abs() < 1e-5);
             }
         }
     }

@@ -5,13 +5,18 @@
 #[cfg(target_arch = "x86_64")]
 mod amx;
 mod attention;
+mod head;
 mod kernels;
+mod memory;
 
 use std::cell::RefCell;
 
 pub use attention::{AttentionScratch, AttentionShape, causal_attention};
+pub use head::{Head, HeadScratch};
+pub use kernels::Activation;
 
-use kernels::{Aligned, Input, Isa, PANEL, Rows, Store};
+use kernels::{Input, Isa, PANEL, Rows, Store};
+use memory::Block;
 
 use super::ModelError;
 
@@ -19,14 +24,14 @@ use super::ModelError;
 pub const ROW_TILE: usize = 288;
 
 /// A float buffer that keeps its memory between uses.
-#[derive(Debug, Clone, Default)]
-pub struct Buffer(Aligned);
+#[derive(Debug, Default)]
+pub struct Buffer(Block<f32>);
 
 impl Buffer {
     /// The first `len` floats, whatever they hold.
     pub fn get(&mut self, len: usize) -> &mut [f32] {
-        self.0.reserve(len);
-        &mut self.0.as_mut_slice()[..len]
+        self.0.reserve(len, 0.0);
+        &mut self.0[..len]
     }
 }
 
@@ -40,7 +45,7 @@ pub enum Output {
 }
 
 /// A linear layer `y = x W^T + b`, its weights packed for the product kernels.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Linear {
     inputs: usize,
     outputs: usize,
@@ -49,9 +54,9 @@ pub struct Linear {
 }
 
 /// Weights in the layout of the fastest product that this processor has.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 enum Packed {
-    Panels(Aligned),
+    Panels(Block<f32>),
     #[cfg(target_arch = "x86_64")]
     Tiles(amx::Weights),
 }
@@ -59,9 +64,13 @@ enum Packed {
 /// Buffers of products, one set per thread.
 #[derive(Default)]
 struct ProductScratch {
-    packed: Aligned,
+    packed: Block<f32>,
     #[cfg(target_arch = "x86_64")]
     tiles: amx::Scratch,
+}
+
+thread_local! {
+    static PRODUCT: RefCell<ProductScratch> = RefCell::default();
 }
 
 impl Linear {
@@ -83,13 +92,11 @@ impl Linear {
             let weights = Packed::Tiles(amx::Weights::pack(inputs, outputs, rows()));
             return Ok(Self { inputs, outputs, weights, bias });
         }
-        let mut panels = Aligned::default();
-        panels.reserve(outputs.div_ceil(PANEL) * PANEL * inputs);
-        let packed = panels.as_mut_slice();
+        let mut panels = Block::beside_others(outputs.div_ceil(PANEL) * PANEL * inputs, 0.0);
         for (j, row) in rows().enumerate() {
             let base = (j / PANEL) * PANEL * inputs + j % PANEL;
             for (i, value) in row.iter().enumerate() {
-                packed[base + i * PANEL] = *value;
+                panels[base + i * PANEL] = *value;
             }
         }
         Ok(Self { inputs, outputs, weights: Packed::Panels(panels), bias })
@@ -103,27 +110,118 @@ impl Linear {
 
     /// Computes all rows of `x` (`rows x inputs`) into `out` (`rows x outputs`).
     pub fn forward(&self, x: &[f32], out: &mut [f32], output: Output) {
-        thread_local! {
-            static SCRATCH: RefCell<ProductScratch> = RefCell::default();
-        }
         let (rows, width) = (x.len() / self.inputs, self.inputs);
         let store = if output == Output::Add { Store::Add } else { Store::Set };
         let x = Rows { data: x, rows, width, stride: width };
-        SCRATCH.with_borrow_mut(|scratch| match &self.weights {
+        PRODUCT.with_borrow_mut(|scratch| match &self.weights {
             #[cfg(target_arch = "x86_64")]
             Packed::Tiles(weights) => amx::product(x, weights, &mut scratch.tiles, out, store),
             Packed::Panels(panels) => {
                 kernels::pack_rows(x, &mut scratch.packed);
-                let input = Input::Packed { data: scratch.packed.as_slice(), rows, width };
-                kernels::product(Isa::best(), input, panels.as_slice(), self.outputs, out, self.outputs, store);
+                let input = Input::Packed { data: &scratch.packed, rows, width };
+                kernels::product(Isa::best(), input, panels, self.outputs, out, self.outputs, store);
             }
         });
+        self.add_bias(out);
+    }
+
+    fn add_bias(&self, out: &mut [f32]) {
         if let Some(bias) = &self.bias {
             for row in out.chunks_exact_mut(self.outputs) {
                 for (value, b) in row.iter_mut().zip(bias) {
                     *value += b;
                 }
             }
+        }
+    }
+}
+
+/// A gated feed-forward layer: `y = (activation(x G^T + g) * (x U^T + u)) D^T + d`.
+#[derive(Debug)]
+pub struct GatedFeedForward {
+    inputs: usize,
+    activation: Activation,
+    gate_up: Linear,
+    down: Linear,
+}
+
+/// Buffers of feed-forward layers.
+#[derive(Debug, Default)]
+pub struct FeedForwardScratch {
+    wide: Buffer,
+    gated: Buffer,
+}
+
+impl GatedFeedForward {
+    /// Packs the weights of gate and up (`width x inputs` each, with one optional bias for both) and of down (`inputs x width`).
+    ///
+    /// # Errors
+    /// [`ModelError::Shape`] if a block is not whole rows or a bias has another length.
+    pub fn pack(
+        inputs: usize,
+        activation: Activation,
+        gate_up: [Vec<f32>; 2],
+        gate_up_bias: Option<Vec<f32>>,
+        down: Vec<f32>,
+        down_bias: Option<Vec<f32>>,
+    ) -> Result<Self, ModelError> {
+        let width = gate_up[0].len() / inputs.max(1);
+        let down = Linear::pack(width, &[down], down_bias)?;
+        #[cfg(target_arch = "x86_64")]
+        if amx::available() {
+            let [gate, up] = &gate_up;
+            let weights = Packed::Tiles(amx::Weights::pack_gated(inputs, gate, up));
+            return Ok(Self { inputs, activation, gate_up: Linear { inputs, outputs: 2 * width, weights, bias: gate_up_bias }, down });
+        }
+        Ok(Self { inputs, activation, gate_up: Linear::pack(inputs, &gate_up, gate_up_bias)?, down })
+    }
+
+    /// Adds the layer's output for each row of `x` to `out` (both `rows x inputs`).
+    pub fn add(&self, x: &[f32], out: &mut [f32], scratch: &mut FeedForwardScratch) {
+        #[cfg(target_arch = "x86_64")]
+        if let (Packed::Tiles(gate_up), Packed::Tiles(down)) = (&self.gate_up.weights, &self.down.weights) {
+            let x = Rows { data: x, rows: x.len() / self.inputs, width: self.inputs, stride: self.inputs };
+            let bias = self.gate_up.bias.as_deref();
+            PRODUCT.with_borrow_mut(|product| amx::gated(x, self.activation, gate_up, bias, down, &mut product.tiles, out));
+            self.down.add_bias(out);
+            return;
+        }
+        let width = self.down.inputs;
+        for (x, out) in x.chunks(ROW_TILE * self.inputs).zip(out.chunks_mut(ROW_TILE * self.inputs)) {
+            let rows = x.len() / self.inputs;
+            let (wide, gated) = (scratch.wide.get(rows * 2 * width), scratch.gated.get(rows * width));
+            self.gate_up.forward(x, wide, Output::Set);
+            for (x, out) in wide.chunks_exact(2 * width).zip(gated.chunks_exact_mut(width)) {
+                kernels::gate(Isa::best(), self.activation, x, out);
+            }
+            self.down.forward(gated, out, Output::Add);
+        }
+    }
+}
+
+/// A feed-forward layer: `y = activation(x U^T + u) D^T + d`.
+#[derive(Debug)]
+pub struct FeedForward {
+    activation: Activation,
+    up: Linear,
+    down: Linear,
+}
+
+impl FeedForward {
+    /// A layer of two linear ones.
+    #[must_use]
+    pub fn new(activation: Activation, up: Linear, down: Linear) -> Self {
+        Self { activation, up, down }
+    }
+
+    /// Adds the layer's output for each row of `x` to `out` (both `rows x inputs`).
+    pub fn add(&self, x: &[f32], out: &mut [f32], scratch: &mut FeedForwardScratch) {
+        let inputs = self.up.inputs;
+        for (x, out) in x.chunks(ROW_TILE * inputs).zip(out.chunks_mut(ROW_TILE * inputs)) {
+            let wide = scratch.wide.get(x.len() / inputs * self.up.outputs);
+            self.up.forward(x, wide, Output::Set);
+            kernels::activate(Isa::best(), self.activation, wide);
+            self.down.forward(wide, out, Output::Add);
         }
     }
 }
@@ -178,12 +276,36 @@ impl RmsNorm {
             kernels::rms_norm(Isa::best(), x, &self.weight, self.eps, out);
         }
     }
+
+    /// Normalises each run of as many numbers as there are weights in place, such as the heads of a row.
+    pub fn in_place(&self, x: &mut [f32]) {
+        for x in x.chunks_exact_mut(self.weight.len()) {
+            kernels::rms_norm_in_place(Isa::best(), x, &self.weight, self.eps);
+        }
+    }
 }
 
-/// `out = silu(gate) * up` for rows that hold gate, then up (`2 x width` floats in, `width` out).
-pub fn silu_mul(gate_up: &[f32], width: usize, out: &mut [f32]) {
-    for (x, out) in gate_up.chunks_exact(2 * width).zip(out.chunks_exact_mut(width)) {
-        kernels::silu_mul(Isa::best(), x, out);
+/// Layer normalisation: `(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias`.
+#[derive(Debug, Clone)]
+pub struct LayerNorm {
+    weight: Vec<f32>,
+    bias: Vec<f32>,
+    eps: f32,
+}
+
+impl LayerNorm {
+    /// A norm with one weight and one bias per feature.
+    #[must_use]
+    pub fn new(weight: Vec<f32>, bias: Vec<f32>, eps: f32) -> Self {
+        Self { weight, bias, eps }
+    }
+
+    /// Normalises each row of `x` into `out`.
+    pub fn forward(&self, x: &[f32], out: &mut [f32]) {
+        let width = self.weight.len();
+        for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
+            kernels::layer_norm(Isa::best(), x, &self.weight, &self.bias, self.eps, out);
+        }
     }
 }
 
@@ -218,37 +340,43 @@ pub enum RotaryScaling {
     PerFrequency(Vec<f32>),
 }
 
+impl RotaryScaling {
+    /// Frequencies of a rotary embedding over `dims` numbers of a head: `theta^(-2i / dims)`, stretched.
+    #[must_use]
+    pub fn frequencies(&self, dims: usize, theta: f32) -> Vec<f32> {
+        let stretched = |i: usize| {
+            let plain = 1.0 / theta.powf(2.0 * i as f32 / dims as f32);
+            match self {
+                Self::None => plain,
+                Self::Linear(factor) => plain / factor,
+                Self::PerFrequency(factors) => plain / factors.get(i).copied().unwrap_or(1.0),
+                Self::Llama3 { factor, low, high, original_context } => {
+                    let wavelength = 2.0 * std::f32::consts::PI / plain;
+                    let smooth = ((original_context / wavelength - low) / (high - low)).clamp(0.0, 1.0);
+                    (1.0 - smooth) * plain / factor + smooth * plain
+                }
+            }
+        };
+        (0..dims / 2).map(stretched).collect()
+    }
+}
+
 /// Rotary position embedding in the halves layout, tables in f32 for every position that can occur.
 #[derive(Debug, Clone)]
 pub struct Rotary {
+    head_dim: usize,
     half: usize,
     cos: Vec<f32>,
     sin: Vec<f32>,
 }
 
 impl Rotary {
-    /// Tables for `positions` positions of heads of `head_dim` floats.
+    /// Tables for `positions` positions of heads of `head_dim` numbers, of which the first two per frequency are rotated.
     #[must_use]
-    pub fn new(head_dim: usize, theta: f32, scaling: &RotaryScaling, positions: usize) -> Self {
-        let half = head_dim / 2;
-        let frequencies: Vec<f32> = (0..half)
-            .map(|i| {
-                let plain = 1.0 / theta.powf(2.0 * i as f32 / head_dim as f32);
-                match scaling {
-                    RotaryScaling::None => plain,
-                    RotaryScaling::Linear(factor) => plain / factor,
-                    RotaryScaling::PerFrequency(factors) => plain / factors.get(i).copied().unwrap_or(1.0),
-                    RotaryScaling::Llama3 { factor, low, high, original_context } => {
-                        let wavelength = 2.0 * std::f32::consts::PI / plain;
-                        let smooth = ((original_context / wavelength - low) / (high - low)).clamp(0.0, 1.0);
-                        (1.0 - smooth) * plain / factor + smooth * plain
-                    }
-                }
-            })
-            .collect();
+    pub fn new(head_dim: usize, frequencies: &[f32], positions: usize) -> Self {
         let angles = (0..positions).flat_map(|p| frequencies.iter().map(move |f| f64::from(p as f32 * f)));
         let (sin, cos) = angles.map(f64::sin_cos).map(|(s, c)| (s as f32, c as f32)).unzip();
-        Self { half, cos, sin }
+        Self { head_dim, half: frequencies.len(), cos, sin }
     }
 
     /// Positions that the tables hold.
@@ -261,8 +389,8 @@ impl Rotary {
     pub fn forward(&self, row: &mut [f32], heads: usize, position: u32) {
         let at = position as usize * self.half;
         let (cos, sin) = (&self.cos[at..at + self.half], &self.sin[at..at + self.half]);
-        for head in row.chunks_exact_mut(2 * self.half).take(heads) {
-            kernels::rotate(Isa::best(), head, cos, sin);
+        for head in row.chunks_exact_mut(self.head_dim).take(heads) {
+            kernels::rotate(Isa::best(), &mut head[..2 * self.half], cos, sin);
         }
     }
 }
