@@ -11,10 +11,10 @@ use std::time::Instant;
 
 use arrow::array::{ArrayRef, RecordBatch, StringArray};
 use futures::StreamExt;
-use right_reset::model::{self, Tap};
+use right_reset::model::{self, Load, Tap};
 use right_reset::pipeline::spec::Pipeline;
 use right_reset::pipeline::{Operator, Scorer};
-use right_reset::score::{Document, Engine, Positions, Prefix, ScoreSpec};
+use right_reset::score::{Document, Engine, Positions, Prefix, Readouts, ScoreSpec};
 use right_reset::text::{EdgePolicy, find_edges};
 
 fn main() {
@@ -44,11 +44,11 @@ fn main() {
     let tokens: usize = documents.iter().map(|d| d.ids.len()).sum();
     let edges: usize = documents.iter().map(|d| d.edges.len()).sum();
 
-    let trunk = model::load_trunk(&found.path, 22, 0).unwrap();
+    let trunk = model::load_trunk(&found.path, Load { depth: 22, extra: 0, head: false }).unwrap();
     let spec = ScoreSpec {
         window: 24,
         skip: 1,
-        tap: Tap::Layer(22),
+        readouts: Readouts::rr(Tap::Layer(22)),
         positions: Positions::Original,
         prefix: Prefix::Tokens(vec![]),
         bos: None,

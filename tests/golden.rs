@@ -7,13 +7,16 @@ mod common;
 
 use std::path::{Path, PathBuf};
 
-use right_reset::model::{self, Batch, Scratch, Tap};
-use right_reset::score::{Document, Engine, Positions, Prefix, ScoreSpec, score_at};
+use right_reset::model::ops::HeadScratch;
+use right_reset::model::{self, Batch, Load, Scratch, Tap, Trunk};
+use right_reset::score::{Document, Engine, Positions, Prefix, Readout, Readouts, ScoreSpec, kept_positions, score_at};
 use safetensors::SafeTensors;
 use serde_json::Value;
 
-fn spec(tap: Tap, window: u32, positions: Positions) -> ScoreSpec {
-    ScoreSpec { window, skip: 1, tap, positions, prefix: Prefix::Tokens(vec![]), bos: None, context: 8192 }
+const ALL: Load = Load { depth: usize::MAX, extra: 64, head: true };
+
+fn spec(readouts: Readouts, window: u32, positions: Positions) -> ScoreSpec {
+    ScoreSpec { window, skip: 1, readouts, positions, prefix: Prefix::Tokens(vec![]), bos: None, context: 8192 }
 }
 
 fn number(value: &Value) -> f64 {
@@ -39,7 +42,7 @@ fn distance(found: &[f32], expected: &SafeTensors, name: &str) -> f64 {
 
 fn check_architecture(dir: &Path) {
     let name = dir.display();
-    let trunk = model::load_trunk(dir, usize::MAX, 64).unwrap_or_else(|e| panic!("{name} cannot be loaded: {e}"));
+    let trunk = model::load_trunk(dir, ALL).unwrap_or_else(|e| panic!("{name} cannot be loaded: {e}"));
     let expected: Value = serde_json::from_slice(&std::fs::read(dir.join("expected.json")).unwrap()).unwrap();
     let bytes = std::fs::read(dir.join("expected.safetensors")).unwrap();
     let states = SafeTensors::deserialize(&bytes).unwrap();
@@ -74,14 +77,22 @@ fn check_architecture(dir: &Path) {
             assert!(off < 1e-4, "{name}: {what} is off by {off:.2e}");
             checked += 1;
         }
+        // Logits of every row.
+        let head = trunk.head().unwrap();
+        let mut logits = vec![0.0; span.len() * head.vocab()];
+        head.logits(&found[layers + 1][span.start * hidden..span.end * hidden], &mut logits, &mut HeadScratch::default());
+        let what = sequence.checked_sub(1).map_or("full.logits".to_owned(), |i| format!("reset.{}.logits", places[i]));
+        let off = distance(&logits, &states, &what);
+        assert!(off < 1e-4, "{name}: {what} is off by {off:.2e}");
     }
     assert_eq!(checked, (layers + 1) * (places.len() + 1) + 1);
+    independent(&*trunk, &batch, &taps, &found, &name.to_string());
 
     // RR at every layer, re-indexed, and after the final norm.
     let mut settings: Vec<(Tap, Positions)> = taps.iter().map(|&t| (t, Positions::Original)).collect();
     settings.extend((0..=layers).map(|k| (Tap::Layer(k), Positions::Reindexed)));
     for (tap, positions) in settings {
-        let engine = Engine::new(trunk.clone(), spec(tap, window, positions), 1, 64).unwrap();
+        let engine = Engine::new(trunk.clone(), spec(Readouts::rr(tap), window, positions), 1, 64).unwrap();
         let curves = engine.score_blocking(Document { ids: ids.clone(), edges: places.clone() }).unwrap();
         for ((curve, edge), &b) in curves.iter().zip(edges).zip(&places) {
             let m = window.min(ids.len() as u32 - b);
@@ -90,8 +101,39 @@ fn check_architecture(dir: &Path) {
                 (Tap::Layer(k), Positions::Original) => &edge["rr"][k.to_string()],
                 (Tap::Layer(k), Positions::Reindexed) => &edge["rr_reindexed"][k.to_string()],
             };
-            let off = (f64::from(score_at(curve, m, 1, window)) - number(reference)).abs();
+            let off = (f64::from(score_at(Readout::Rr, &curve.rr, m, 1, window)) - number(reference)).abs();
             assert!(off < 1e-5, "{name}: RR at {b}, {tap:?}, {positions:?} is off by {off:.2e}");
+        }
+    }
+
+    // LR and KL; the files hold the damage and the divergence, which scores negate.
+    let readouts = Readouts { rr: None, lr: true, kl: true };
+    let engine = Engine::new(trunk.clone(), spec(readouts, window, Positions::Original), 1, 64).unwrap();
+    let curves = engine.score_blocking(Document { ids: ids.clone(), edges: places.clone() }).unwrap();
+    for ((curve, edge), &b) in curves.iter().zip(edges).zip(&places) {
+        let m = window.min(ids.len() as u32 - b);
+        for (readout, key) in [(Readout::Lr, "lr"), (Readout::Kl, "kl")] {
+            let off = (f64::from(score_at(readout, curve.get(readout), m, 1, window)) + number(&edge[key])).abs();
+            assert!(off < 1e-4, "{name}: {key} at {b} is off by {off:.2e}");
+        }
+    }
+}
+
+/// A sequence has the same bits alone, and whatever comes after it.
+fn independent(trunk: &dyn Trunk, batch: &Batch, taps: &[Tap], found: &[Vec<f32>], name: &str) {
+    let hidden = trunk.shape().hidden;
+    let same = |a: &[f32], b: &[f32]| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
+    for span in batch.sequences() {
+        let tokens = || batch.ids[span.clone()].iter().copied().zip(batch.positions[span.clone()].iter().copied());
+        for padding in [0, 5] {
+            let mut alone = Batch::default();
+            let after = batch.positions[span.end - 1] + 1;
+            alone.push(tokens().chain((0..padding).map(|i| (3 + i, after + i))));
+            let states = trunk.forward(&alone, taps, &mut Scratch::default()).unwrap();
+            for (alone, all) in states.iter().zip(found) {
+                let rows = span.start * hidden..span.end * hidden;
+                assert!(same(&alone[..rows.len()], &all[rows]), "{name}: {span:?} with {padding} tokens of padding");
+            }
         }
     }
 }
@@ -114,7 +156,7 @@ fn every_state_and_score_of_the_architecture_checkpoints() {
 #[test]
 fn tokens_and_scores_of_real_text_with_real_weights() {
     let path = common::model();
-    let trunk = model::load_trunk(&path, usize::MAX, 64).unwrap();
+    let trunk = model::load_trunk(&path, ALL).unwrap();
     let tokenizer = model::load_tokenizer(&path).unwrap();
     for text in ["bees", "savings", "scripts"] {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/golden/smollm2/{text}.json"));
@@ -136,19 +178,54 @@ fn tokens_and_scores_of_real_text_with_real_weights() {
 
         let edges = golden["edges"].as_array().unwrap();
         let places: Vec<u32> = edges.iter().map(|e| e["b"].as_u64().unwrap() as u32).collect();
-        let engine = Engine::new(trunk.clone(), spec(Tap::Layer(layer), 24, Positions::Original), 2, 2048).unwrap();
+        let readouts = Readouts { rr: Some(Tap::Layer(layer)), lr: true, kl: true };
+        let engine = Engine::new(trunk.clone(), spec(readouts, 24, Positions::Original), 2, 2048).unwrap();
         let curves = engine.score_blocking(Document { ids: ids.clone(), edges: places.clone() }).unwrap();
-        let mut worst: f64 = 0.0;
+        let (mut worst, mut worst_head, mut damages) = (0.0_f64, 0.0_f64, 0);
         for ((curve, edge), &b) in curves.iter().zip(edges).zip(&places) {
             let m = 24.min(ids.len() as u32 - b);
             assert_eq!(u64::from(m), edge["m"].as_u64().unwrap());
-            if edge["rr"].is_null() {
-                assert!(score_at(curve, m, 1, 24).is_nan());
-                continue;
+            for (readout, key, sign) in [(Readout::Rr, "rr", 1.0), (Readout::Lr, "lr", -1.0), (Readout::Kl, "kl", -1.0)] {
+                let found = sign * f64::from(score_at(readout, curve.get(readout), m, 1, 24));
+                if edge[key].is_null() {
+                    assert!(found.is_nan(), "{text}: {key} at {b}");
+                    continue;
+                }
+                let off = (found - number(&edge[key])).abs();
+                match readout {
+                    Readout::Rr => worst = worst.max(off),
+                    _ => {
+                        assert!(off < 2e-3_f64.max(2e-4 * number(&edge[key]).abs()), "{text}: {key} at {b} is off by {off:.2e}");
+                        worst_head = worst_head.max(off);
+                    }
+                }
             }
-            worst = worst.max((f64::from(score_at(curve, m, 1, 24)) - number(&edge["rr"])).abs());
         }
         assert!(worst < 2e-4, "{text}: RR is off by {worst:.2e}");
-        println!("{text}: {} edges, RR off by at most {worst:.2e}", edges.len());
+        println!("{text}: {} edges, RR off by at most {worst:.2e}, LR and KL by {worst_head:.2e} nats", edges.len());
+
+        // Damages over longer stretches, without a prefix and with the token that parted documents in training.
+        let document_token = golden["document_token"].as_u64().unwrap() as u32;
+        for (key, prefix) in [("none", vec![]), ("document", vec![document_token])] {
+            let readouts = Readouts { rr: None, lr: true, kl: false };
+            let spec = ScoreSpec { prefix: Prefix::Tokens(prefix), ..spec(readouts, 96, Positions::Original) };
+            let curves = Engine::new(trunk.clone(), spec, 2, 2048).unwrap();
+            let some: Vec<u32> = places.iter().copied().step_by(4).collect();
+            let curves = curves.score_blocking(Document { ids: ids.clone(), edges: some.clone() }).unwrap();
+            for ((curve, edge), &b) in curves.iter().zip(edges.iter().step_by(4)).zip(&some) {
+                let m = 96.min(ids.len() as u32 - b);
+                for horizon in [8, 24, 48, 96] {
+                    let at = kept_positions(m, 1).position(|tokens| tokens == horizon.min(m));
+                    let Some(&found) = at.and_then(|at| curve.lr.get(at)) else { continue };
+                    let reference = number(&edge["damage"][key][horizon.to_string()]);
+                    assert!(
+                        (f64::from(found) - reference).abs() < 5e-3,
+                        "{text}: damage {key} of {horizon} tokens at {b}: {found} {reference}"
+                    );
+                    damages += 1;
+                }
+            }
+        }
+        assert!(damages > edges.len() / 2, "{text}: damages were compared");
     }
 }

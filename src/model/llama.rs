@@ -1,12 +1,18 @@
-//! The llama family: RMS norm, rotary grouped-query attention, gated SiLU feed-forward.
+//! The llama family: RMS norm, rotary grouped-query attention, gated feed-forward. With norms on heads it is Qwen3, with biases Qwen2.
 
+use std::fs::File;
+use std::io::BufReader;
+
+use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
+use super::config::{Json, Metadata, Rope};
 use super::ops::{
-    Activation, AttentionShape, Embedding, GatedFeedForward, Linear, Output, ROW_TILE, RmsNorm, Rotary, RotaryScaling, causal_attention,
+    Activation, AttentionShape, Embedding, GatedFeedForward, Head, Linear, Output, ROW_TILE, RmsNorm, Rotary, RotaryScaling,
+    causal_attention,
 };
 use super::weights::Weights;
-use super::{Batch, ModelError, Scratch, Shape, Tap, Trunk};
+use super::{Batch, Load, ModelError, Scratch, Shape, Tap, Trunk, run_blocks};
 
 /// Sizes and constants of a llama checkpoint, from `config.json` or GGUF metadata.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -22,11 +28,93 @@ pub(super) struct LlamaConfig {
     pub(super) eps: f32,
     pub(super) theta: f32,
     pub(super) scaling: RotaryScaling,
+    pub(super) activation: Activation,
+    /// Whether each head of queries and keys is normalised.
+    pub(super) head_norms: bool,
+    /// For each layer the tokens that it sees back to, itself included; none is all.
+    pub(super) windows: Vec<Option<usize>>,
+    /// Whether the output head is the embedding.
+    pub(super) tied: bool,
+}
+
+impl LlamaConfig {
+    pub(super) fn from_hub(json: &Json<'_>) -> Result<Self, ModelError> {
+        let (hidden, heads): (usize, usize) = (json.need("hidden_size")?, json.need("num_attention_heads")?);
+        let layers = json.need("num_hidden_layers")?;
+        let Rope { theta, scaling, .. } = json.rope("rope_theta")?;
+        let config = Self {
+            hidden,
+            feed_forward: json.need("intermediate_size")?,
+            layers,
+            heads,
+            kv_heads: json.get("num_key_value_heads")?.unwrap_or(heads),
+            head_dim: json.get("head_dim")?.unwrap_or(hidden / heads.max(1)),
+            vocab: json.need("vocab_size")?,
+            context: json.get("max_position_embeddings")?.unwrap_or(2048),
+            eps: json.get("rms_norm_eps")?.unwrap_or(1e-6),
+            theta,
+            scaling,
+            activation: json.activation("hidden_act", Activation::Silu)?,
+            head_norms: false,
+            windows: vec![None; layers],
+            tied: json.tied(false)?,
+        };
+        config.check().map_err(|reason| json.fail(reason))?;
+        Ok(config)
+    }
+
+    pub(super) fn from_gguf(meta: &Metadata<'_>) -> Result<Self, ModelError> {
+        let (hidden, heads) = (meta.need("embedding_length")?, meta.need("attention.head_count")?);
+        let scaling = match meta.word("rope.scaling.type") {
+            None | Some("none") => RotaryScaling::None,
+            Some("linear") => RotaryScaling::Linear(meta.float("rope.scaling.factor").unwrap_or(1.0)),
+            Some(other) => return Err(meta.fail(format!("rope scaling {other:?} is not supported (none, linear)"))),
+        };
+        let scaling = if meta.has_tensor("rope_freqs.weight") {
+            let file = File::open(meta.path).map_err(|source| ModelError::Io { path: meta.path.display().to_string(), source })?;
+            let tensor = meta.content.tensor(&mut BufReader::new(file), "rope_freqs.weight", &Device::Cpu);
+            let factors = tensor.and_then(|t| t.dequantize(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>());
+            RotaryScaling::PerFrequency(factors.map_err(|e| meta.fail(format!("tensor rope_freqs.weight: {e}")))?)
+        } else {
+            scaling
+        };
+        let layers = meta.need("block_count")?;
+        let config = Self {
+            hidden,
+            feed_forward: meta.need("feed_forward_length")?,
+            layers,
+            heads,
+            kv_heads: meta.number("attention.head_count_kv").unwrap_or(heads),
+            head_dim: meta.number("attention.key_length").unwrap_or(hidden / heads.max(1)),
+            vocab: meta.vocab()?,
+            context: meta.need("context_length")?,
+            eps: meta.float("attention.layer_norm_rms_epsilon").unwrap_or(1e-5),
+            theta: meta.float("rope.freq_base").unwrap_or(10_000.0),
+            scaling,
+            activation: Activation::Silu,
+            head_norms: false,
+            windows: vec![None; layers],
+            tied: !meta.has_tensor("output.weight"),
+        };
+        config.check().map_err(|reason| meta.fail(reason))?;
+        Ok(config)
+    }
+
+    /// Refuses sizes that no llama has, before anything divides by them.
+    fn check(&self) -> Result<(), String> {
+        let sizes = [self.hidden, self.feed_forward, self.layers, self.heads, self.kv_heads, self.head_dim, self.vocab, self.context];
+        if sizes.contains(&0) || !self.heads.is_multiple_of(self.kv_heads) || !self.head_dim.is_multiple_of(2) {
+            return Err(format!("its sizes fit no llama: {self:?}"));
+        }
+        Ok(())
+    }
 }
 
 struct Block {
     attention_norm: RmsNorm,
     qkv: Linear,
+    /// Norms of the heads of queries and of keys.
+    head_norms: Option<[RmsNorm; 2]>,
     output: Linear,
     feed_forward_norm: RmsNorm,
     feed_forward: GatedFeedForward,
@@ -39,19 +127,30 @@ pub(super) struct Llama {
     blocks: Vec<Block>,
     norm: RmsNorm,
     rotary: Rotary,
+    head: Option<Head>,
 }
 
 impl Llama {
-    /// Reads the weights of the first `depth` blocks (or of all). Positions up to `extra` beyond the context get rotary tables (a reset prefix may shift a pass up).
-    pub(super) fn load(config: LlamaConfig, weights: &mut Weights, depth: usize, extra: usize) -> Result<Self, ModelError> {
+    pub(super) fn load(config: LlamaConfig, weights: &mut Weights, load: Load) -> Result<Self, ModelError> {
         let LlamaConfig { hidden, feed_forward, heads, kv_heads, head_dim, vocab, .. } = config;
         let (q, kv) = (heads * head_dim, kv_heads * head_dim);
-        let embedding = Embedding::new(hidden, weights.get("model.embed_tokens.weight", &[vocab, hidden])?);
-        let mut blocks = Vec::with_capacity(config.layers);
-        for layer in 0..config.layers.min(depth) {
-            let mut get = |name: &str, shape: &[usize]| weights.get(&format!("model.layers.{layer}.{name}"), shape);
+        let table = weights.get("embed_tokens.weight", &[vocab, hidden])?;
+        let head = match (load.head, config.tied) {
+            (false, _) => None,
+            (true, true) => Some(Head::pack(hidden, &table, None)?),
+            (true, false) => Some(Head::pack(hidden, &weights.get("lm_head.weight", &[vocab, hidden])?, None)?),
+        };
+        let mut blocks = Vec::new();
+        for layer in 0..config.layers.min(load.depth) {
+            let mut get = |name: &str, shape: &[usize]| weights.get(&format!("layers.{layer}.{name}"), shape);
             let attention_norm = RmsNorm::new(get("input_layernorm.weight", &[hidden])?, config.eps);
             let feed_forward_norm = RmsNorm::new(get("post_attention_layernorm.weight", &[hidden])?, config.eps);
+            let head_norms = if config.head_norms {
+                let mut norm = |name: &str| Ok::<_, ModelError>(RmsNorm::new(get(name, &[head_dim])?, config.eps));
+                Some([norm("self_attn.q_norm.weight")?, norm("self_attn.k_norm.weight")?])
+            } else {
+                None
+            };
             let qkv = [
                 get("self_attn.q_proj.weight", &[q, hidden])?,
                 get("self_attn.k_proj.weight", &[kv, hidden])?,
@@ -61,7 +160,7 @@ impl Llama {
             let gate_up = [get("mlp.gate_proj.weight", &[feed_forward, hidden])?, get("mlp.up_proj.weight", &[feed_forward, hidden])?];
             let down = get("mlp.down_proj.weight", &[hidden, feed_forward])?;
             let mut bias = |names: &[(&str, usize)]| -> Result<Option<Vec<f32>>, ModelError> {
-                let full = |name: &str| format!("model.layers.{layer}.{name}.bias");
+                let full = |name: &str| format!("layers.{layer}.{name}.bias");
                 if !names.iter().any(|(name, _)| weights.has(&full(name))) {
                     return Ok(None);
                 }
@@ -75,20 +174,23 @@ impl Llama {
             blocks.push(Block {
                 attention_norm,
                 qkv: Linear::pack(hidden, &qkv, qkv_bias)?,
+                head_norms,
                 output: Linear::pack(q, &output, output_bias)?,
                 feed_forward_norm,
-                feed_forward: GatedFeedForward::pack(hidden, Activation::Silu, gate_up, gate_up_bias, down, down_bias)?,
+                feed_forward: GatedFeedForward::pack(hidden, config.activation, gate_up, gate_up_bias, down, down_bias)?,
             });
         }
-        let norm = RmsNorm::new(weights.get("model.norm.weight", &[hidden])?, config.eps);
-        let rotary = Rotary::new(head_dim, &config.scaling.frequencies(head_dim, config.theta), config.context + extra);
-        Ok(Self { config, embedding, blocks, norm, rotary })
+        let norm = RmsNorm::new(weights.get("norm.weight", &[hidden])?, config.eps);
+        let rotary = Rotary::new(head_dim, &config.scaling.frequencies(head_dim, config.theta), config.context + load.extra);
+        Ok(Self { embedding: Embedding::new(hidden, table), config, blocks, norm, rotary, head })
     }
 
-    fn block(&self, block: &Block, batch: &Batch, scratch: &mut Scratch) {
-        let c = &self.config;
+    fn block(&self, layer: usize, batch: &Batch, scratch: &mut Scratch) {
+        let (c, block) = (&self.config, &self.blocks[layer]);
         let tokens = batch.ids.len();
-        let shape = AttentionShape { heads: c.heads, kv_heads: c.kv_heads, head_dim: c.head_dim, scale: 1.0 / (c.head_dim as f32).sqrt() };
+        let scale = 1.0 / (c.head_dim as f32).sqrt();
+        let window = c.windows.get(layer).copied().flatten();
+        let shape = AttentionShape { heads: c.heads, kv_heads: c.kv_heads, head_dim: c.head_dim, scale, window };
         let (width, attended_width) = (shape.qkv(), c.heads * c.head_dim);
         let x = scratch.x.get(tokens * c.hidden);
         let qkv = scratch.qkv.get(tokens * width);
@@ -102,6 +204,11 @@ impl Llama {
             block.attention_norm.forward(x, normed);
             block.qkv.forward(normed, qkv, Output::Set);
             for (row, &position) in qkv.chunks_exact_mut(width).zip(positions) {
+                if let Some([queries, keys]) = &block.head_norms {
+                    let (q, rest) = row.split_at_mut(attended_width);
+                    queries.in_place(q);
+                    keys.in_place(&mut rest[..c.kv_heads * c.head_dim]);
+                }
                 self.rotary.forward(row, c.heads + c.kv_heads, position);
             }
         }
@@ -125,33 +232,13 @@ impl Trunk for Llama {
     }
 
     fn forward(&self, batch: &Batch, taps: &[Tap], scratch: &mut Scratch) -> Result<Vec<Vec<f32>>, ModelError> {
-        let tokens = batch.ids.len();
-        let positions = self.rotary.positions();
-        if let Some(&position) = batch.positions.iter().find(|&&p| p as usize >= positions) {
-            return Err(ModelError::Position { position, context: positions });
-        }
-        let depth = |tap: &Tap| match tap {
-            Tap::Layer(layer) => (*layer).min(self.blocks.len()),
-            Tap::Final => self.blocks.len(),
-        };
-        let last = taps.iter().map(depth).max().unwrap_or(0);
-        let mut states = vec![Vec::new(); taps.len()];
-        self.embedding.forward(&batch.ids, scratch.x.get(tokens * self.config.hidden))?;
-        for layer in 0..=last {
-            if layer > 0 {
-                self.block(&self.blocks[layer - 1], batch, scratch);
-            }
-            let x = scratch.x.get(tokens * self.config.hidden);
-            for (tap, out) in taps.iter().zip(&mut states).filter(|(tap, _)| depth(tap) == layer) {
-                match tap {
-                    Tap::Layer(_) => *out = x.to_vec(),
-                    Tap::Final => {
-                        *out = vec![0.0; x.len()];
-                        self.norm.forward(x, out);
-                    }
-                }
-            }
-        }
-        Ok(states)
+        batch.check_positions(self.rotary.positions())?;
+        self.embedding.forward(&batch.ids, scratch.x.get(batch.ids.len() * self.config.hidden))?;
+        let block = |layer: usize, scratch: &mut Scratch| self.block(layer, batch, scratch);
+        Ok(run_blocks(batch, taps, self.blocks.len(), self.config.hidden, scratch, block, |x, out| self.norm.forward(x, out)))
+    }
+
+    fn head(&self) -> Option<&Head> {
+        self.head.as_ref()
     }
 }

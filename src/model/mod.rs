@@ -3,12 +3,17 @@
 //! Owns checkpoints (GGUF, hub directories), their identity (hashes that a warm run needs without loading anything) and the forward
 //! pass. Promises: the bits of a sequence do not depend on what else is in the batch. Knows nothing of documents.
 
+mod config;
+mod gpt2;
+mod gpt_neox;
 mod llama;
 pub mod ops;
+mod qwen2;
+mod qwen3;
 mod registry;
 mod weights;
 
-use ops::{AttentionScratch, Buffer, FeedForwardScratch};
+use ops::{AttentionScratch, Buffer, FeedForwardScratch, Head};
 pub(crate) use registry::user_cache;
 pub use registry::{BUILT_IN, BuiltIn, Identity, ModelPath, fetch, identity, load_tokenizer, load_trunk, models_dir, resolve};
 
@@ -102,6 +107,14 @@ impl Batch {
         self.ends.push(self.ids.len());
     }
 
+    /// Refuses a position that a model of `positions` does not have.
+    fn check_positions(&self, positions: usize) -> Result<(), ModelError> {
+        match self.positions.iter().find(|&&p| p as usize >= positions) {
+            Some(&position) => Err(ModelError::Position { position, context: positions }),
+            None => Ok(()),
+        }
+    }
+
     /// Token ranges of the sequences.
     pub fn sequences(&self) -> impl Iterator<Item = std::ops::Range<usize>> + '_ {
         self.ends.iter().scan(0, |start, &end| Some(std::mem::replace(start, end)..end))
@@ -132,7 +145,18 @@ pub struct Scratch {
     pub(crate) attention: AttentionScratch,
 }
 
-/// A causal language model without its head: tokens in, hidden states out. Holds no state between calls.
+/// How much of a checkpoint is loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Load {
+    /// Blocks, at most.
+    pub depth: usize,
+    /// Positions beyond the context that can be used: a reset prefix may shift a pass up.
+    pub extra: usize,
+    /// Whether the output head comes too.
+    pub head: bool,
+}
+
+/// A causal language model: tokens in, hidden states out, and a head that makes logits of them. Holds no state between calls.
 pub trait Trunk: Send + Sync {
     /// Sizes.
     fn shape(&self) -> Shape;
@@ -142,4 +166,41 @@ pub trait Trunk: Send + Sync {
     /// # Errors
     /// [`ModelError::TokenId`] or [`ModelError::Position`] for a token or position the model does not have.
     fn forward(&self, batch: &Batch, taps: &[Tap], scratch: &mut Scratch) -> Result<Vec<Vec<f32>>, ModelError>;
+
+    /// The output head, which reads the states of [`Tap::Final`], if it was loaded.
+    fn head(&self) -> Option<&Head>;
+}
+
+/// Runs blocks on the embeddings in `scratch.x` and collects what is tapped.
+fn run_blocks(
+    batch: &Batch,
+    taps: &[Tap],
+    loaded: usize,
+    hidden: usize,
+    scratch: &mut Scratch,
+    mut block: impl FnMut(usize, &mut Scratch),
+    norm: impl Fn(&[f32], &mut [f32]),
+) -> Vec<Vec<f32>> {
+    let depth = |tap: &Tap| match tap {
+        Tap::Layer(layer) => (*layer).min(loaded),
+        Tap::Final => loaded,
+    };
+    let last = taps.iter().map(depth).max().unwrap_or(0);
+    let mut states = vec![Vec::new(); taps.len()];
+    for layer in 0..=last {
+        if layer > 0 {
+            block(layer - 1, scratch);
+        }
+        let x = scratch.x.get(batch.ids.len() * hidden);
+        for (tap, out) in taps.iter().zip(&mut states).filter(|(tap, _)| depth(tap) == layer) {
+            match tap {
+                Tap::Layer(_) => *out = x.to_vec(),
+                Tap::Final => {
+                    *out = vec![0.0; x.len()];
+                    norm(x, out);
+                }
+            }
+        }
+    }
+    states
 }

@@ -8,9 +8,9 @@ use std::time::UNIX_EPOCH;
 use candle_core::quantized::gguf_file::Value;
 use serde::{Deserialize, Serialize};
 
-use super::llama::{Llama, LlamaConfig};
+use super::config::Config;
 use super::weights::{self, Weights, checkpoint};
-use super::{ModelError, Trunk};
+use super::{Load, ModelError, Trunk};
 use crate::text::Tokenizer;
 
 /// A model that can be fetched by name.
@@ -70,7 +70,7 @@ pub struct Identity {
     pub weight_bytes: u64,
     /// The beginning-of-sequence token its files name.
     pub bos_token: Option<u32>,
-    config: LlamaConfig,
+    config: Config,
 }
 
 impl Identity {
@@ -83,13 +83,13 @@ impl Identity {
     /// Blocks of the model, L.
     #[must_use]
     pub fn layers(&self) -> usize {
-        self.config.layers
+        self.config.layers()
     }
 
     /// Tokens the model was made for.
     #[must_use]
     pub fn context(&self) -> usize {
-        self.config.context
+        self.config.context()
     }
 }
 
@@ -133,14 +133,23 @@ pub fn resolve(name: &str, models: &Path) -> Result<ModelPath, ModelError> {
     Ok(ModelPath { name: own, path, document_token: None })
 }
 
-/// Loads the first `depth` blocks of the trunk, or all; positions up to `extra` beyond the context can be used.
+/// Loads a model, or as much of it as is asked for.
 ///
 /// # Errors
 /// [`ModelError`] if the checkpoint is unreadable, damaged, incomplete or of an unknown architecture.
-pub fn load_trunk(path: &Path, depth: usize, extra: usize) -> Result<Arc<dyn Trunk>, ModelError> {
-    let config = read_config(path)?;
-    let mut weights = if path.is_dir() { Weights::open_hub(path)? } else { Weights::open_gguf(path, &config)? };
-    Ok(Arc::new(Llama::load(config, &mut weights, depth, extra)?))
+pub fn load_trunk(path: &Path, load: Load) -> Result<Arc<dyn Trunk>, ModelError> {
+    let (architecture, config) = read_config(path)?;
+    let mut weights = if path.is_dir() {
+        Weights::open_hub(path)?
+    } else {
+        // GGUF files of llama, and of no other architecture here, have queries and keys in the interleaved layout.
+        let interleaved = match &config {
+            Config::Llama(c) if architecture == "llama" => Some([c.heads, c.kv_heads]),
+            _ => None,
+        };
+        Weights::open_gguf(path, interleaved)?
+    };
+    config.load(&mut weights, load)
 }
 
 /// Loads the tokenizer that belongs to a model.
@@ -155,13 +164,14 @@ pub fn load_tokenizer(path: &Path) -> Result<Tokenizer, ModelError> {
     Ok(Tokenizer::from_gguf(&content, gguf_tokenizer_hash(&content.metadata), &path.display().to_string())?)
 }
 
-fn read_config(path: &Path) -> Result<LlamaConfig, ModelError> {
+/// The architecture and the configuration of a checkpoint.
+fn read_config(path: &Path) -> Result<(String, Config), ModelError> {
     if path.is_dir() {
         let file = path.join("config.json");
         let text = std::fs::read_to_string(&file).map_err(|source| ModelError::Io { path: file.display().to_string(), source })?;
-        weights::hub_config(&file, &text)
+        Config::from_hub(&file, &text)
     } else {
-        weights::gguf_config(path, &weights::gguf_content(path)?)
+        Config::from_gguf(path, &weights::gguf_content(path)?)
     }
 }
 
@@ -221,7 +231,7 @@ struct Remembered {
     identity: Identity,
 }
 
-const REMEMBERED_VERSION: u32 = 1;
+const REMEMBERED_VERSION: u32 = 2;
 
 /// The identity of a model. Reads gigabytes the first time; later times only if a file's size or time has changed, by a note kept in
 /// `memory` (a folder; an unwritable one costs speed only).
@@ -255,7 +265,7 @@ pub fn identity(path: &Path, memory: &Path) -> Result<Identity, ModelError> {
         return Ok(r.identity);
     }
 
-    let config = read_config(path)?;
+    let (architecture, config) = read_config(path)?;
     let mut hasher = blake3::Hasher::new();
     for file in &weight_files {
         let name = file.file_name().unwrap_or_default().as_encoded_bytes();
@@ -275,14 +285,8 @@ pub fn identity(path: &Path, memory: &Path) -> Result<Identity, ModelError> {
         (gguf_tokenizer_hash(&content.metadata).to_hex().to_string(), bos)
     };
     let weight_bytes = stamps.iter().take(weight_files.len()).map(|s| s.bytes).sum();
-    let identity = Identity {
-        architecture: "llama".into(),
-        weights_hash: hasher.finalize().to_hex().to_string(),
-        tokenizer_hash,
-        weight_bytes,
-        bos_token,
-        config,
-    };
+    let identity =
+        Identity { architecture, weights_hash: hasher.finalize().to_hex().to_string(), tokenizer_hash, weight_bytes, bos_token, config };
     let remembered = Remembered { version: REMEMBERED_VERSION, stamps, identity };
     if let Err(error) = remember(&note, &remembered) {
         tracing::debug!(%error, note = %note.display(), "could not remember the model's hash");

@@ -11,9 +11,11 @@ use arrow::datatypes::{DataType, Field, Schema, SchemaRef};
 
 use super::documents::Scored;
 use crate::io::{ColumnPlan, IoError, SourceBatch, TextCell};
+use crate::score::Readout;
 use crate::segment::{Cut, Limits, SegmentError, fixed_count, open_count, percentiles};
 
-/// Names of the columns that every output has, in order, `source_file` and `source_row` only with provenance.
+/// Names of the columns that every output has, in order, `source_file` and `source_row` only with provenance. With several readouts a column
+/// `cut_<readout>` for each follows `cut_utility`.
 pub(super) const OWN_COLUMNS: [&str; 17] = [
     "doc_id",
     "chunk_index",
@@ -104,6 +106,7 @@ pub(super) fn chunk_tokens<'a>(document: &'a Scored, chunks: &'a Chunks) -> impl
 pub(super) fn chunk_schema(
     plan: &ColumnPlan,
     provenance: bool,
+    readouts: &[Readout],
     metadata: std::collections::HashMap<String, String>,
 ) -> Result<SchemaRef, IoError> {
     let id = if plan.id.is_some() { plan.schema.field(0).data_type().clone() } else { DataType::Utf8 };
@@ -122,8 +125,11 @@ pub(super) fn chunk_schema(
         Field::new("token_count", DataType::Int32, false),
         Field::new("cut_score", DataType::Float32, true),
         Field::new("cut_utility", DataType::Float32, true),
-        Field::new("limits_relaxed", DataType::Boolean, false),
     ];
+    if readouts.len() > 1 {
+        fields.extend(readouts.iter().map(|r| Field::new(format!("cut_{}", r.as_str()), DataType::Float32, true)));
+    }
+    fields.push(Field::new("limits_relaxed", DataType::Boolean, false));
     if provenance {
         fields.push(Field::new("source_file", DataType::Utf8, false));
         fields.push(Field::new("source_row", DataType::Int64, false));
@@ -158,6 +164,8 @@ pub(super) fn assemble(
 ) -> Result<Vec<(RecordBatch, usize)>, arrow::error::ArrowError> {
     let mut out = Vec::new();
     let mut slice = Slice::default();
+    // Columns of single readouts.
+    let readouts = schema.index_of("limits_relaxed")? - schema.index_of("cut_utility")? - 1;
     for chunked in documents {
         let TextCell::Text(text) = &source.texts[chunked.row] else {
             continue;
@@ -188,6 +196,11 @@ pub(super) fn assemble(
             let cut = index.checked_sub(1).and_then(|i| chunked.chunks.cuts.get(i as usize));
             slice.cut_score.append_option(cut.and_then(|c| c.1));
             slice.cut_utility.append_option(cut.map(|c| c.2));
+            slice.cut_readouts.resize_with(readouts, Float32Builder::default);
+            for (i, builder) in slice.cut_readouts.iter_mut().enumerate() {
+                let score = cut.and_then(|c| document.by_readout.get(i)?.get(c.0).copied());
+                builder.append_option(score.filter(|s| !s.is_nan()));
+            }
             slice.relaxed.append_value(chunked.chunks.relaxed);
             slice.bytes += piece.len();
             (byte, token, chars) = (byte_end, token_end, char_end);
@@ -214,6 +227,7 @@ struct Slice {
     tokens: [Int32Builder; 3],
     cut_score: Float32Builder,
     cut_utility: Float32Builder,
+    cut_readouts: Vec<Float32Builder>,
     relaxed: BooleanBuilder,
 }
 
@@ -243,7 +257,9 @@ impl Slice {
         columns.extend(self.places.iter_mut().map(|b| Arc::new(b.finish()) as ArrayRef));
         columns.extend(self.tokens.iter_mut().map(|b| Arc::new(b.finish()) as ArrayRef));
         let relaxed: BooleanArray = self.relaxed.finish();
-        columns.extend([Arc::new(self.cut_score.finish()) as ArrayRef, Arc::new(self.cut_utility.finish()), Arc::new(relaxed)]);
+        columns.extend([Arc::new(self.cut_score.finish()) as ArrayRef, Arc::new(self.cut_utility.finish())]);
+        columns.extend(self.cut_readouts.iter_mut().map(|b| Arc::new(b.finish()) as ArrayRef));
+        columns.push(Arc::new(relaxed));
         let passed = plan.schema.fields().len() - plan.service;
         if schema.fields().len() - passed > columns.len() {
             let mut files = StringBuilder::new();

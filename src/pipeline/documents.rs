@@ -11,10 +11,11 @@ use tokio::sync::OnceCell;
 
 use super::RunError;
 use super::spec::{CacheMode, Layer, OnMiss, Pipeline, PositionsWord, SpecError};
+use super::utility::{ReadoutCurves, Recipe};
 use crate::cache::{Namespace, NamespaceId, NoStore, ScoreStore, SledStore, decode_curves, decode_edges, encode_curves, encode_edges};
 use crate::io::{SourceBatch, TextCell};
-use crate::model::{self, Identity, ModelError, ModelPath, Tap};
-use crate::score::{Curve, Document, Engine, EngineStats, KERNEL_REVISION, Positions, Prefix, ScoreError, ScoreSpec, score_at};
+use crate::model::{self, Identity, Load, ModelError, ModelPath, Tap};
+use crate::score::{Document, Engine, EngineStats, KERNEL_REVISION, Positions, Prefix, Readout, Readouts, ScoreError, ScoreSpec};
 use crate::segment::Limits;
 use crate::text::{Edge, EdgePolicy, Edges, SEGMENTER_VERSION, TOKENIZERS_VERSION, Tokenizer, find_edges};
 
@@ -30,10 +31,13 @@ pub struct Scored {
     pub tokens: u32,
     /// Its edges.
     pub edges: Vec<Edge>,
-    /// The score of each edge; NaN for fallback edges and those without a score. `None` if the document could not be cut anyway.
+    /// The number of each edge whose percentile is its utility; NaN for fallback edges and those without a score. `None` if the document
+    /// could not be cut anyway.
     pub scores: Option<Vec<f32>>,
-    /// The curve of each candidate and the window it was scored with.
-    pub curves: Option<(Vec<Curve>, u32)>,
+    /// Where several readouts are scored, the score of each edge by each of them, in the pipeline's order.
+    pub(super) by_readout: Vec<Vec<f32>>,
+    /// The curves of each readout, in the pipeline's order.
+    pub(super) curves: Vec<ReadoutCurves>,
 }
 
 /// What a row turned out to be.
@@ -103,12 +107,12 @@ pub struct Scorer {
     batch_tokens: usize,
     store: Arc<dyn ScoreStore>,
     edges_namespace: NamespaceId,
-    scores_namespace: NamespaceId,
-    /// The namespaces that can serve a request, and their windows; the one written to comes first.
-    served_by: Vec<(NamespaceId, u32)>,
-    /// All namespaces of a look-up: edges first, then `served_by`.
+    /// For each readout the namespaces that can serve a request, and their windows; the one written to comes first.
+    served_by: Vec<(Readout, Vec<(NamespaceId, u32)>)>,
+    /// All namespaces of a look-up: edges first, then those of `served_by`.
     wanted: Vec<NamespaceId>,
-    keys: [blake3::Hash; 2],
+    keys: Vec<blake3::Hash>,
+    recipe: Recipe,
     tokenizer: OnceCell<Arc<Tokenizer>>,
     engine: OnceCell<Arc<Engine>>,
     /// One gate per text that is being scored: copies in other batches wait there and then find it in the cache.
@@ -121,7 +125,7 @@ pub struct Scorer {
 struct ScoreSettings {
     window: u32,
     skip: u32,
-    tap: Tap,
+    readouts: Readouts,
     positions: Positions,
     prefix: PrefixWords,
     bos: Option<u32>,
@@ -160,15 +164,17 @@ impl Scorer {
             CacheMode::Off => Arc::new(NoStore),
         };
         let edges = Namespace::new("edges", edge_fields(&identity, policy));
-        let scores = Namespace::new("rr", score_fields(&identity, policy, &settings));
         let known = store.namespaces();
-        let is_new = !known.iter().any(|(_, n)| *n == scores);
-        let (edges_namespace, scores_namespace) = (store.namespace(&edges)?, store.namespace(&scores)?);
-        let mut served_by = vec![(scores_namespace, settings.window)];
-        for (id, namespace) in &known {
-            if let Some(window) = longer_window(namespace, &scores, settings.window) {
-                served_by.push((*id, window));
-            }
+        let edges_namespace = store.namespace(&edges)?;
+        let (mut served_by, mut wanted, mut keys, mut is_new) = (Vec::new(), vec![edges_namespace], vec![edges.hash()], false);
+        for readout in pipeline.score.readouts.iter().map(|r| r.readout()) {
+            let scores = Namespace::new(readout.as_str(), score_fields(&identity, policy, &settings, readout));
+            is_new |= !known.iter().any(|(_, n)| *n == scores);
+            let mut serving = vec![(store.namespace(&scores)?, settings.window)];
+            serving.extend(known.iter().filter_map(|(id, n)| Some((*id, longer_window(n, &scores, settings.window)?))));
+            wanted.extend(serving.iter().map(|s| s.0));
+            keys.push(scores.hash());
+            served_by.push((readout, serving));
         }
         let threads = pipeline
             .model
@@ -184,10 +190,10 @@ impl Scorer {
             batch_tokens: pipeline.score.batch_tokens as usize,
             store,
             edges_namespace,
-            scores_namespace,
-            wanted: std::iter::once(edges_namespace).chain(served_by.iter().map(|s| s.0)).collect(),
+            wanted,
             served_by,
-            keys: [edges.hash(), scores.hash()],
+            keys,
+            recipe: Recipe::new(pipeline),
             tokenizer: OnceCell::new(),
             engine: OnceCell::new(),
             gates: Mutex::default(),
@@ -201,9 +207,14 @@ impl Scorer {
         Ok(scorer)
     }
 
-    /// Hashes of the two namespaces: everything that can change an edge or a score.
-    pub(super) fn keys(&self) -> [blake3::Hash; 2] {
-        self.keys
+    /// Hashes of the namespaces: everything that can change an edge or a score.
+    pub(super) fn keys(&self) -> &[blake3::Hash] {
+        &self.keys
+    }
+
+    /// The readouts, in the pipeline's order.
+    pub(super) fn readouts(&self) -> impl Iterator<Item = Readout> + '_ {
+        self.served_by.iter().map(|s| s.0)
     }
 
     pub(super) fn identity(&self) -> &Identity {
@@ -216,7 +227,9 @@ impl Scorer {
 
     /// The score settings in words, for file metadata.
     pub(super) fn score_words(&self) -> String {
-        let fields: std::collections::BTreeMap<_, _> = score_fields(&self.identity, self.policy, &self.settings).into_iter().collect();
+        let fields = self.readouts().flat_map(|readout| score_fields(&self.identity, self.policy, &self.settings, readout));
+        let names: Vec<_> = self.readouts().map(Readout::as_str).collect();
+        let fields: std::collections::BTreeMap<_, _> = fields.chain([("readouts", names.join(","))]).collect();
         serde_json::to_string(&fields).unwrap_or_default()
     }
 
@@ -230,11 +243,6 @@ impl Scorer {
 
     pub(super) fn engine_stats(&self) -> Option<EngineStats> {
         self.engine.get().map(|e| e.stats())
-    }
-
-    /// Tokens skipped and W, for reading curves.
-    pub(super) fn horizon(&self) -> (u32, u32) {
-        (self.settings.skip, self.settings.window)
     }
 
     fn score_spec(&self, tokenizer: &Tokenizer) -> Result<ScoreSpec, RunError> {
@@ -252,7 +260,15 @@ impl Scorer {
             }
             PrefixWords::Local(p) => Prefix::Local(*p),
         };
-        Ok(ScoreSpec { window: s.window, skip: s.skip, tap: s.tap, positions: s.positions, prefix, bos: s.bos, context: s.context })
+        Ok(ScoreSpec {
+            window: s.window,
+            skip: s.skip,
+            readouts: s.readouts,
+            positions: s.positions,
+            prefix,
+            bos: s.bos,
+            context: s.context,
+        })
     }
 
     async fn tokenizer(&self) -> Result<Arc<Tokenizer>, RunError> {
@@ -267,7 +283,8 @@ impl Scorer {
 
     async fn engine(&self) -> Result<Arc<Engine>, RunError> {
         let load = || async {
-            let spec = self.score_spec(&*self.tokenizer().await?)?;
+            let tokenizer = self.tokenizer().await?;
+            let spec = self.score_spec(&tokenizer)?;
             self.counters.model_loaded.store(true, Ordering::Relaxed);
             tracing::info!(model = self.model.name, "loading the model");
             let (path, threads, budget) = (self.model.path.clone(), self.threads, self.batch_tokens);
@@ -276,11 +293,13 @@ impl Scorer {
                     Prefix::Tokens(tokens) => tokens.len(),
                     Prefix::Local(p) => *p as usize,
                 };
-                let depth = match spec.tap {
-                    Tap::Layer(k) => k,
-                    Tap::Final => usize::MAX,
-                };
-                let trunk = model::load_trunk(&path, depth, extra)?;
+                let load = Load { depth: spec.readouts.depth(), extra, head: spec.readouts.need_head() };
+                let trunk = model::load_trunk(&path, load)?;
+                let (tokens, rows) = (tokenizer.vocab_size(), trunk.shape().vocab);
+                if tokens > rows {
+                    let reason = format!("its tokenizer has {tokens} tokens, its embedding {rows} rows: they belong to different models");
+                    return Err(ScoreError::from(ModelError::Checkpoint { path: path.display().to_string(), reason }));
+                }
                 Engine::new(trunk, spec, threads, budget)
             })
             .await??;
@@ -370,14 +389,20 @@ impl Scorer {
             return Ok(Some(self.ready(hash, edges, None)));
         }
         let candidates = edges.edges.iter().filter(|e| e.is_candidate()).count();
-        let served = records[1..]
-            .iter()
-            .zip(&self.served_by)
-            .find_map(|(bytes, (_, window))| Some((decode_curves(bytes.as_deref()?, candidates)?, *window)));
-        Ok(served.map(|curves| {
+        Ok(self.served(&records, candidates).into_iter().collect::<Option<Vec<_>>>().map(|curves| {
             self.counters.from_cache.fetch_add(1, Ordering::Relaxed);
             self.ready(hash, edges, Some(curves))
         }))
+    }
+
+    /// For each readout the curves that the records of a look-up hold, if any does.
+    fn served(&self, records: &[Option<Vec<u8>>], candidates: usize) -> Vec<Option<ReadoutCurves>> {
+        let mut records = records[1..].iter();
+        let of_readout = |(readout, serving): &(Readout, Vec<(NamespaceId, u32)>)| {
+            let mine: Vec<_> = records.by_ref().take(serving.len()).zip(serving).collect();
+            mine.into_iter().find_map(|(bytes, (_, window))| Some((*readout, decode_curves(bytes.as_deref()?, candidates)?, *window)))
+        };
+        self.served_by.iter().map(of_readout).collect()
     }
 
     /// Scores a text that the cache lacked, unless a copy of it is being scored: then its scores are waited for.
@@ -409,23 +434,25 @@ impl Scorer {
         state
     }
 
-    fn ready(&self, hash: blake3::Hash, edges: Edges, curves: Option<(Vec<Curve>, u32)>) -> DocState {
+    fn ready(&self, hash: blake3::Hash, edges: Edges, curves: Option<Vec<ReadoutCurves>>) -> DocState {
         self.counters.tokens.fetch_add(u64::from(edges.tokens), Ordering::Relaxed);
-        let scores = curves.as_ref().map(|(curves, window)| {
-            let (skip, horizon) = self.horizon();
-            let mut curves = curves.iter();
-            let score = |edge: &Edge| {
-                if !edge.is_candidate() {
-                    return f32::NAN;
-                }
-                let m = (*window).min(edges.tokens - edge.token.0);
-                curves.next().map_or(f32::NAN, |curve| score_at(curve, m, skip, horizon))
-            };
-            let scores: Vec<f32> = edges.edges.iter().map(score).collect();
+        let after: Vec<u32> = edges.edges.iter().filter(|e| e.is_candidate()).map(|e| edges.tokens - e.token.0).collect();
+        // Values of candidates, spread over all edges.
+        let spread = |values: Vec<f32>| -> Vec<f32> {
+            let mut values = values.into_iter();
+            edges.edges.iter().map(|e| if e.is_candidate() { values.next().unwrap_or(f32::NAN) } else { f32::NAN }).collect()
+        };
+        let scores = curves.as_ref().map(|curves| spread(self.recipe.combine(curves, &after)));
+        if let Some(scores) = &scores {
             self.counters.candidates.fetch_add(scores.iter().filter(|s| !s.is_nan()).count() as u64, Ordering::Relaxed);
-            scores
-        });
-        DocState::Ready(Box::new(Scored { hash, tokens: edges.tokens, edges: edges.edges, scores, curves }))
+        }
+        let curves = curves.unwrap_or_default();
+        let by_readout = if self.served_by.len() > 1 {
+            curves.iter().map(|c| spread(self.recipe.scores(c, self.settings.window, &after))).collect()
+        } else {
+            Vec::new()
+        };
+        DocState::Ready(Box::new(Scored { hash, tokens: edges.tokens, edges: edges.edges, scores, by_readout, curves }))
     }
 
     async fn score_missing(
@@ -458,18 +485,31 @@ impl Scorer {
             self.counters.not_needed.fetch_add(1, Ordering::Relaxed);
             return Ok(self.ready(hash, edges, None));
         }
-        let places = edges.edges.iter().filter(|e| e.is_candidate()).map(|e| e.token.0).collect();
-        let curves = match self.engine().await?.score(Document { ids, edges: places }).await {
-            Ok(curves) => curves,
+        let places: Vec<u32> = edges.edges.iter().filter(|e| e.is_candidate()).map(|e| e.token.0).collect();
+        // What the cache already has is not written again.
+        let known = self.served(&self.store.lookup(&hash, &self.wanted)?, places.len());
+        let scored = match self.engine().await?.score(Document { ids, edges: places }).await {
+            Ok(scored) => scored,
             Err(error @ ScoreError::NotFinite { .. }) => {
                 return Ok(DocState::Bad(error.to_string()));
             }
             Err(error) => return Err(error.into()),
         };
         self.store.insert(&hash, self.edges_namespace, &encode_edges(&edges))?;
-        self.store.insert(&hash, self.scores_namespace, &encode_curves(&curves))?;
+        let mut all = Vec::with_capacity(known.len());
+        for ((readout, serving), known) in self.served_by.iter().zip(known) {
+            let curves = match known {
+                Some(known) => known,
+                None => {
+                    let curves: Vec<_> = scored.iter().map(|curves| curves.get(*readout).clone()).collect();
+                    self.store.insert(&hash, serving[0].0, &encode_curves(&curves))?;
+                    (*readout, curves, self.settings.window)
+                }
+            };
+            all.push(curves);
+        }
         self.counters.scored.fetch_add(1, Ordering::Relaxed);
-        Ok(self.ready(hash, edges, Some((curves, self.settings.window))))
+        Ok(self.ready(hash, edges, Some(all)))
     }
 }
 
@@ -536,10 +576,11 @@ fn resolve_settings(pipeline: &Pipeline, identity: &Identity, model: &ModelPath)
             ));
         }
     };
+    let has = |readout: Readout| score.readouts.iter().any(|r| r.readout() == readout);
     let settings = ScoreSettings {
         window: score.window,
         skip: score.skip,
-        tap,
+        readouts: Readouts { rr: has(Readout::Rr).then_some(tap), lr: has(Readout::Lr), kl: has(Readout::Kl) },
         positions: match score.positions {
             PositionsWord::Original => Positions::Original,
             PositionsWord::Reindexed => Positions::Reindexed,
@@ -554,8 +595,8 @@ fn resolve_settings(pipeline: &Pipeline, identity: &Identity, model: &ModelPath)
         PrefixWords::None => Prefix::Tokens(Vec::new()),
         _ => Prefix::Tokens(vec![0]),
     };
-    let ScoreSettings { window, skip, tap, positions, bos, context, .. } = settings;
-    ScoreSpec { window, skip, tap, positions, prefix, bos, context }.validate()?;
+    let ScoreSettings { window, skip, readouts, positions, bos, context, .. } = settings;
+    ScoreSpec { window, skip, readouts, positions, prefix, bos, context }.validate()?;
     Ok(settings)
 }
 
@@ -570,19 +611,12 @@ fn edge_fields(identity: &Identity, policy: EdgePolicy) -> Vec<(&'static str, St
     ]
 }
 
-fn score_fields(identity: &Identity, policy: EdgePolicy, s: &ScoreSettings) -> Vec<(&'static str, String)> {
+fn score_fields(identity: &Identity, policy: EdgePolicy, s: &ScoreSettings, readout: Readout) -> Vec<(&'static str, String)> {
     let mut fields = edge_fields(identity, policy);
     fields.extend([
         ("weights", identity.weights_hash.clone()),
         ("config", identity.config_text()),
         ("architecture", identity.architecture.clone()),
-        (
-            "layer",
-            match s.tap {
-                Tap::Layer(k) => k.to_string(),
-                Tap::Final => "final".into(),
-            },
-        ),
         ("stages", format!("[[{}]]", s.window)),
         ("skip", s.skip.to_string()),
         (
@@ -608,6 +642,14 @@ fn score_fields(identity: &Identity, policy: EdgePolicy, s: &ScoreSettings) -> V
         ("device", "cpu".into()),
         ("kernel_revision", KERNEL_REVISION.to_string()),
     ]);
+    // Only RR depends on where states are read.
+    if let (Readout::Rr, Some(tap)) = (readout, s.readouts.rr) {
+        let layer = match tap {
+            Tap::Layer(k) => k.to_string(),
+            Tap::Final => "final".into(),
+        };
+        fields.push(("layer", layer));
+    }
     fields
 }
 

@@ -17,9 +17,11 @@ use super::spec::{Compression, OnBadRow, OutputFormat, Pipeline};
 use super::summary::columns_schema;
 use super::{RunError, Stop};
 use crate::io::{ChunkWriter, ColumnPlan, IoError, SinkTarget, SourceBatch, at, discover};
+use crate::score::Readout;
 use crate::segment::percentiles;
 
-fn schema(id: DataType, curves: bool) -> SchemaRef {
+/// With several readouts a column of scores for each follows the utility.
+fn schema(id: DataType, curves: bool, readouts: &[Readout]) -> SchemaRef {
     let mut fields = vec![
         Field::new("doc_id", id, true),
         Field::new("token", DataType::Int32, false),
@@ -28,8 +30,13 @@ fn schema(id: DataType, curves: bool) -> SchemaRef {
         Field::new("score", DataType::Float32, true),
         Field::new("utility", DataType::Float32, true),
     ];
+    if readouts.len() > 1 {
+        fields.extend(readouts.iter().map(|r| Field::new(r.as_str(), DataType::Float32, true)));
+    }
     if curves {
-        fields.push(Field::new("curve", DataType::new_list(DataType::Float32, true), true));
+        let list = DataType::new_list(DataType::Float32, true);
+        let name = |r: &Readout| if readouts.len() > 1 { format!("curve_{}", r.as_str()) } else { "curve".to_owned() };
+        fields.extend(readouts.iter().map(|r| Field::new(name(r), list.clone(), true)));
     }
     Arc::new(Schema::new(fields))
 }
@@ -37,12 +44,14 @@ fn schema(id: DataType, curves: bool) -> SchemaRef {
 /// The columns of an edge file, as JSON.
 #[must_use]
 pub fn edges_schema() -> serde_json::Value {
-    columns_schema(&schema(DataType::Utf8, true), "Edges", |name| match name {
+    columns_schema(&schema(DataType::Utf8, true, &[Readout::Rr]), "Edges", |name| match name {
         "doc_id" => "the id column's value, else input path # physical row",
         "token" => "tokens on the left of the edge",
         "byte" => "bytes on the left of the edge",
         "kind" => "word (nearest to the grid) or sentence",
-        "score" => "larger favours a cut; null too near the end of the document",
+        "score" => {
+            "larger favours a cut; null too near the end of the document; with several readouts their weighted sum of percentiles, and a column for each"
+        }
         "utility" => "average-rank percentile of the score within the document, in (0, 1]",
         "curve" => "with --curves: cumulative sums of the readout at s, s + 1, every multiple of 8 and the last token of the window",
         _ => "",
@@ -75,7 +84,8 @@ pub async fn export_edges(
     let first = open_first(pipeline, &files)?;
     let plan = Arc::clone(first.plan());
     let id = if plan.id.is_some() { plan.schema.field(0).data_type().clone() } else { DataType::Utf8 };
-    let schema = schema(id, curves);
+    let readouts: Vec<Readout> = scorer.readouts().collect();
+    let schema = schema(id, curves, &readouts);
     let temporary = PathBuf::from(format!("{}.rr-tmp", output.display()));
     let mut writer = ChunkWriter::create(SinkTarget::File(temporary.clone()), &schema, format, Compression::Zstd)?;
 
@@ -83,10 +93,11 @@ pub async fn export_edges(
     let options = FeedOptions { files, plan: Arc::clone(&plan), kept: Default::default(), limit, checksum: false, hash: false };
     let events = spawn_feed(pipeline, options, Some(first), &Arc::new(AtomicU64::new(0)));
     let on_bad = pipeline.input.on_bad_row;
-    let sides = scorer.threads() + 1;
+    let (sides, readouts) = (scorer.threads() + 1, Arc::new(readouts));
     let worker = Arc::clone(&scorer);
     let rows = event_stream(events).map(move |event| {
         let (scorer, plan, schema, names) = (Arc::clone(&worker), Arc::clone(&plan), Arc::clone(&schema), Arc::clone(&names));
+        let readouts = Arc::clone(&readouts);
         async move {
             match event {
                 Event::Rows(file, batch) => {
@@ -100,7 +111,7 @@ pub async fn export_edges(
                         return Err(IoError::BadRow { file: names[file].clone(), row, reason }.into());
                     }
                     let documents = states.iter().filter(|s| matches!(s, DocState::Ready(_))).count();
-                    edge_rows(&schema, &plan, &batch, &names[file], &states, curves).map(|b| Some((b, documents as u64)))
+                    edge_rows(&schema, &plan, &batch, &names[file], &states, &readouts, curves).map(|b| Some((b, documents as u64)))
                 }
                 Event::Failed(error) => Err(error),
                 _ => Ok(None),
@@ -144,20 +155,21 @@ fn edge_rows(
     batch: &SourceBatch,
     file: &str,
     states: &[DocState],
+    readouts: &[Readout],
     with_curves: bool,
 ) -> Result<RecordBatch, RunError> {
     let (mut rows, mut ids) = (Vec::new(), StringBuilder::new());
     let (mut tokens, mut bytes, mut kinds) = (Int32Builder::new(), Int64Builder::new(), StringBuilder::new());
     let (mut scores, mut utilities) = (Float32Builder::new(), Float32Builder::new());
-    let mut lists = ListBuilder::new(Float32Builder::new());
+    let mut single: Vec<Float32Builder> = readouts.iter().map(|_| Float32Builder::new()).collect();
+    let mut lists: Vec<_> = readouts.iter().map(|_| ListBuilder::new(Float32Builder::new())).collect();
     for (row, state) in states.iter().enumerate() {
         let DocState::Ready(document) = state else {
             continue;
         };
         let values = document.scores.as_deref().unwrap_or_default();
         let percent = percentiles(values);
-        let mut curves = document.curves.iter().flat_map(|c| &c.0);
-        for (i, edge) in document.edges.iter().enumerate().filter(|(_, e)| e.is_candidate()) {
+        for (candidate, (i, edge)) in document.edges.iter().enumerate().filter(|(_, e)| e.is_candidate()).enumerate() {
             rows.push(row as u32);
             if plan.id.is_none() {
                 ids.append_value(format!("{file}#{}", batch.rows[row]));
@@ -168,9 +180,11 @@ fn edge_rows(
             let score = values.get(i).copied().filter(|s| !s.is_nan());
             scores.append_option(score);
             utilities.append_option(score.map(|_| percent[i] as f32));
-            let curve = curves.next();
-            if with_curves {
-                lists.append_option(curve.filter(|c| !c.is_empty()).map(|c| c.iter().copied().map(Some)));
+            for (r, (single, lists)) in single.iter_mut().zip(&mut lists).enumerate() {
+                let score = document.by_readout.get(r).and_then(|values| values.get(i)).copied();
+                single.append_option(score.filter(|s| !s.is_nan()));
+                let curve = document.curves.get(r).and_then(|(_, curves, _)| curves.get(candidate)).filter(|c| !c.is_empty());
+                lists.append_option(curve.map(|c| c.iter().copied().map(Some)));
             }
         }
     }
@@ -184,8 +198,11 @@ fn edge_rows(
         Arc::new(scores.finish()),
         Arc::new(utilities.finish()),
     ];
+    if readouts.len() > 1 {
+        columns.extend(single.iter_mut().map(|b| Arc::new(b.finish()) as ArrayRef));
+    }
     if with_curves {
-        columns.push(Arc::new(lists.finish()));
+        columns.extend(lists.iter_mut().map(|b| Arc::new(b.finish()) as ArrayRef));
     }
     Ok(RecordBatch::try_new(Arc::clone(schema), columns)?)
 }

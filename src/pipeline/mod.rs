@@ -13,6 +13,7 @@ mod run;
 pub mod spec;
 mod summary;
 mod sweep;
+mod utility;
 
 pub use chunks::{Chunks, Cutting};
 pub use documents::{DocState, Need, Scored, Scorer, cache_path};

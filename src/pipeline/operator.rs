@@ -63,7 +63,7 @@ impl Operator {
         let segment = &pipeline.segment;
         let words = serde_json::json!({
             "objective": segment.objective, "penalty": penalty, "count": segment.count, "count_column": segment.count_column,
-            "target": segment.target, "min": segment.min, "max": segment.max, "length_weight": segment.length_weight,
+            "target": segment.target, "min": segment.min, "max": segment.max, "length_weight": segment.length_weight, "utility": segment.utility,
         });
         let metadata: HashMap<String, String> = [
             ("right_reset.model", scorer.model_name().to_owned()),
@@ -74,7 +74,8 @@ impl Operator {
         ]
         .map(|(k, v)| (k.to_owned(), v))
         .into();
-        let schema = chunk_schema(&plan, pipeline.output.provenance, metadata)?;
+        let readouts: Vec<_> = scorer.readouts().collect();
+        let schema = chunk_schema(&plan, pipeline.output.provenance, &readouts, metadata)?;
         Ok(Self {
             scorer,
             limits,

@@ -513,7 +513,7 @@ async fn calibrated(
     mean: f64,
 ) -> Result<f64, RunError> {
     let limits = limits(pipeline);
-    let mut words = vec!["calibration 1".to_owned(), format!("{mean} {limits:?}")];
+    let mut words = vec!["calibration 1".to_owned(), format!("{mean} {limits:?} {:?}", pipeline.segment.utility)];
     words.extend(scorer.keys().iter().map(|k| k.to_hex().to_string()));
     let spec = hash_words(&words);
     if let Some(found) = manifest.as_ref().and_then(|m| m.calibration(&spec)).filter(|_| !options.recalibrate) {

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::score::Readout;
+
 /// A pipeline is at fault.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -187,9 +189,9 @@ pub enum Precision {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Score {
-    /// Readouts of the reset pass; `rr` is the only one of this version.
-    pub readouts: Vec<Readout>,
-    /// Where states are read: a block number, a share such as "75%" (rounded down), or "final" (after the final norm).
+    /// Readouts of the reset pass, from one pass all together. The first is the utility unless `segment.utility` says otherwise.
+    pub readouts: Vec<ReadoutWord>,
+    /// Where RR reads states: a block number, a share such as "75%" (rounded down), or "final" (after the final norm).
     pub layer: Layer,
     /// Tokens of the reset window, W.
     pub window: u32,
@@ -208,7 +210,7 @@ pub struct Score {
 impl Default for Score {
     fn default() -> Self {
         Self {
-            readouts: vec![Readout::Rr],
+            readouts: vec![ReadoutWord::Rr],
             layer: Layer::Word("75%".into()),
             window: 24,
             skip: 1,
@@ -223,9 +225,31 @@ impl Default for Score {
 /// A readout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
-pub enum Readout {
-    /// Right Reset: mean cosine of full and reset states.
+pub enum ReadoutWord {
+    /// Right Reset: mean cosine of full and reset states at one layer.
     Rr,
+    /// Observed-token likelihood ratio, negated: how much less likely the tokens that come are without the prefix. Runs the whole model.
+    Lr,
+    /// KL divergence of the predictions, negated: an evaluation reference, the dearest of the three.
+    Kl,
+}
+
+impl ReadoutWord {
+    /// The readout.
+    #[must_use]
+    pub fn readout(self) -> Readout {
+        match self {
+            Self::Rr => Readout::Rr,
+            Self::Lr => Readout::Lr,
+            Self::Kl => Readout::Kl,
+        }
+    }
+
+    /// The readout of a word.
+    #[must_use]
+    pub fn parse(word: &str) -> Option<Self> {
+        [Self::Rr, Self::Lr, Self::Kl].into_iter().find(|r| r.readout().as_str() == word)
+    }
 }
 
 /// A layer as typed.
@@ -278,7 +302,8 @@ pub struct Segment {
     pub count: Option<u32>,
     /// Instead of `count`: an integer column that holds it.
     pub count_column: Option<String>,
-    /// Weights of the readouts' percentiles, such as `{ rr = 1.0 }`; none is the first readout alone.
+    /// Weights of the readouts' percentiles, such as `{ rr = 1.0, lr = 1.0 }`, also at shorter horizons than `score.window`: `{ "rr@16" = 1.0, lr = 0.5 }`.
+    /// None is the first readout alone.
     pub utility: Option<BTreeMap<String, f64>>,
     /// Soft target of a chunk, T, in tokens.
     pub target: u32,
@@ -503,15 +528,31 @@ impl Pipeline {
             return fail("segment.count", "must be at least 1".into());
         }
         if let Some(weights) = &s.utility {
-            if let Some(name) = weights.keys().find(|k| *k != "rr") {
-                return fail("segment.utility", format!("no readout {name:?} is scored (score.readouts has: rr)"));
+            if weights.is_empty() {
+                return fail("segment.utility", "is empty; leave it out to use the first readout".into());
+            }
+            for key in weights.keys() {
+                match super::utility::parse_term(key, self.score.window) {
+                    Ok((readout, _)) if self.score.readouts.contains(&readout) => {}
+                    Ok((readout, _)) => {
+                        let known: Vec<_> = self.score.readouts.iter().map(|r| r.readout().as_str()).collect();
+                        let what = format!(
+                            "{:?} is not scored (score.readouts has: {}); add it there",
+                            readout.readout().as_str(),
+                            known.join(", ")
+                        );
+                        return fail("segment.utility", what);
+                    }
+                    Err(reason) => return fail("segment.utility", reason),
+                }
             }
             if !weights.values().all(|w| w.is_finite() && *w > 0.0) {
                 return fail("segment.utility", "weights must be numbers > 0".into());
             }
         }
-        if self.score.readouts != [Readout::Rr] {
-            return fail("score.readouts", "must be [\"rr\"]".into());
+        let readouts = &self.score.readouts;
+        if readouts.is_empty() || readouts.iter().enumerate().any(|(i, r)| readouts[..i].contains(r)) {
+            return fail("score.readouts", "must name one or more of rr, lr, kl, each once".into());
         }
         if self.score.window == 0 || self.score.window > 4096 {
             return fail("score.window", format!("must lie in 1..=4096, got {}", self.score.window));

@@ -163,7 +163,7 @@ pub(super) fn columns_schema(schema: &Schema, title: &str, meaning: impl Fn(&str
 /// [`crate::io::IoError`] never in practice: the columns are the program's own.
 pub fn chunks_schema() -> Result<serde_json::Value, crate::io::IoError> {
     let plan = crate::io::ColumnPlan::of_text("text");
-    let schema = super::chunks::chunk_schema(&plan, true, std::collections::HashMap::new())?;
+    let schema = super::chunks::chunk_schema(&plan, true, &[], std::collections::HashMap::new())?;
     debug_assert_eq!(schema.fields().iter().map(|f| f.name().as_str()).collect::<Vec<_>>(), super::chunks::OWN_COLUMNS);
     let meaning = |name: &str| match name {
         "doc_id" => "the id column's value, else input path # physical row",
@@ -184,6 +184,10 @@ pub fn chunks_schema() -> Result<serde_json::Value, crate::io::IoError> {
     };
     let mut value = columns_schema(&schema, "Chunks", meaning);
     if let Some(object) = value.as_object_mut() {
+        object.insert(
+            "with_several_readouts".into(),
+            "a nullable Float32 column cut_<readout> for each, after cut_utility: its own score of the edge".into(),
+        );
         object.insert("doc_id_type".into(), format!("as in the input; {} without an id column", DataType::Utf8).into());
     }
     Ok(value)

@@ -1,5 +1,7 @@
 //! Curves: cumulative sums of a readout over its window.
 
+use super::Readout;
+
 /// What a reset pass gives a candidate: cumulative sums of the readout's terms, kept at [`kept_positions`].
 ///
 /// Empty for an edge that has no score.
@@ -11,14 +13,17 @@ pub fn kept_positions(m: u32, skip: u32) -> impl Iterator<Item = u32> {
     (1..=m).filter(move |&x| x == skip || x == skip + 1 || x % 8 == 0 || x == m)
 }
 
-/// RR at horizon `w` (paper equation 1): the mean of the cosines at positions `s..min(w, m)`, in [-1, 1].
+/// A readout's score at horizon `w`, oriented so that larger favours a cut.
+///
+/// RR (paper equation 1): the mean of the cosines at positions `s..min(w, m)`, in [-1, 1]. LR (equation 2) and KL: the mean of the
+/// damages, or divergences, at tokens `s + 1..min(w, m)`, in nats, negated.
 ///
 /// NaN if the curve is empty, if the horizon leaves no term, or if the horizon is not kept (it is neither a multiple of 8 nor at least
 /// `m`).
 #[must_use]
-pub fn score_at(curve: &[f32], m: u32, skip: u32, horizon: u32) -> f32 {
-    let end = horizon.min(m);
-    if end <= skip {
+pub fn score_at(readout: Readout, curve: &[f32], m: u32, skip: u32, horizon: u32) -> f32 {
+    let (end, first) = (horizon.min(m), readout.first(skip));
+    if end <= first {
         return f32::NAN;
     }
     let value = |tokens: u32| -> f64 {
@@ -28,7 +33,8 @@ pub fn score_at(curve: &[f32], m: u32, skip: u32, horizon: u32) -> f32 {
         let at = kept_positions(m, skip).position(|x| x == tokens);
         at.and_then(|i| curve.get(i)).map_or(f64::NAN, |&v| f64::from(v))
     };
-    ((value(end) - value(skip)) / f64::from(end - skip)) as f32
+    let mean = (value(end) - value(first)) / f64::from(end - first);
+    (if readout == Readout::Rr { mean } else { -mean }) as f32
 }
 
 /// The curve of the terms of a window, in order.
@@ -54,16 +60,23 @@ mod tests {
         let terms: Vec<f64> = (0..20).map(f64::from).collect();
         let curve = curve(&terms, 1);
         assert_eq!(kept_positions(20, 1).collect::<Vec<_>>(), [1, 2, 8, 16, 20]);
-        assert_eq!(score_at(&curve, 20, 1, 24), 10.0);
-        assert_eq!(score_at(&curve, 20, 1, 8), 4.0);
-        assert!(score_at(&curve, 20, 1, 9).is_nan(), "not kept");
-        assert!(score_at(&curve, 20, 1, 1).is_nan(), "no term left");
-        assert!(score_at(&[], 20, 1, 24).is_nan(), "no score");
+        assert_eq!(score_at(Readout::Rr, &curve, 20, 1, 24), 10.0);
+        assert_eq!(score_at(Readout::Rr, &curve, 20, 1, 8), 4.0);
+        assert!(score_at(Readout::Rr, &curve, 20, 1, 9).is_nan(), "not kept");
+        assert!(score_at(Readout::Rr, &curve, 20, 1, 1).is_nan(), "no term left");
+        assert!(score_at(Readout::Rr, &[], 20, 1, 24).is_nan(), "no score");
+    }
+
+    #[test]
+    fn damages_begin_a_token_later_and_are_negated() {
+        let terms: Vec<f64> = (0..20).map(f64::from).collect();
+        assert_eq!(score_at(Readout::Lr, &curve(&terms, 1), 20, 1, 8), -4.5);
+        assert!(score_at(Readout::Lr, &curve(&terms[..2], 1), 2, 1, 8).is_nan(), "no term left");
     }
 
     #[test]
     fn skipping_nothing_reads_from_the_start() {
         let terms = [1.0, 3.0];
-        assert_eq!(score_at(&curve(&terms, 0), 2, 0, 24), 2.0);
+        assert_eq!(score_at(Readout::Rr, &curve(&terms, 0), 2, 0, 24), 2.0);
     }
 }

@@ -13,8 +13,9 @@ use std::time::Instant;
 use futures::channel::oneshot;
 
 use super::curve::{Curve, curve};
-use super::{ScoreError, ScoreSpec};
-use crate::model::{Batch, Scratch, Trunk, ops};
+use super::{Readout, ScoreError, ScoreSpec};
+use crate::model::ops::{self, Head, HeadScratch};
+use crate::model::{Batch, Scratch, Tap, Trunk};
 
 /// A document to score.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,6 +24,29 @@ pub struct Document {
     pub ids: Vec<u32>,
     /// Edges to score, ascending, each above 0 and below the number of tokens.
     pub edges: Vec<u32>,
+}
+
+/// The curves of one edge; empty for what was not asked for and where the edge has no score.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct EdgeCurves {
+    /// Cosines.
+    pub rr: Curve,
+    /// Damages, in nats: positive where the removed prefix made the tokens likelier.
+    pub lr: Curve,
+    /// Divergences, in nats.
+    pub kl: Curve,
+}
+
+impl EdgeCurves {
+    /// The curve of a readout.
+    #[must_use]
+    pub fn get(&self, readout: Readout) -> &Curve {
+        match readout {
+            Readout::Rr => &self.rr,
+            Readout::Lr => &self.lr,
+            Readout::Kl => &self.kl,
+        }
+    }
 }
 
 /// What an engine has done so far.
@@ -54,10 +78,10 @@ struct Job {
 }
 
 struct Progress {
-    curves: Vec<Curve>,
+    curves: Vec<EdgeCurves>,
     /// Windows of the current segment that are not done.
     left: usize,
-    reply: Option<oneshot::Sender<Result<Vec<Curve>, ScoreError>>>,
+    reply: Option<oneshot::Sender<Result<Vec<EdgeCurves>, ScoreError>>>,
 }
 
 /// The full pass of one segment.
@@ -72,9 +96,26 @@ struct Window {
     job: Arc<Job>,
     segment: usize,
     edge: usize,
-    states: Arc<Vec<f32>>,
+    full: Arc<FullStates>,
     /// Row of the states at which the document's segment begins.
     base: usize,
+}
+
+/// What a batch of full passes leaves for the windows to be compared with, row by row; empty where it is not asked for.
+struct FullStates {
+    /// States that RR reads.
+    rr: Vec<f32>,
+    /// Log-probability of the token that comes after each row.
+    log: Vec<f64>,
+    /// Final-normed states, for KL.
+    normed: Vec<f32>,
+}
+
+/// Buffers of a worker.
+#[derive(Default)]
+struct Buffers {
+    model: Scratch,
+    head: HeadScratch,
 }
 
 #[derive(Default)]
@@ -119,6 +160,9 @@ impl Engine {
     /// [`ScoreError::Settings`] if the specification does not fit itself or a thread cannot be started.
     pub fn new(trunk: Arc<dyn Trunk>, spec: ScoreSpec, threads: usize, batch_tokens: usize) -> Result<Self, ScoreError> {
         spec.validate()?;
+        if spec.readouts.need_head() && trunk.head().is_none() {
+            return Err(ScoreError::Settings("LR and KL need the model's output head, which was not loaded".into()));
+        }
         let shared = Arc::new(Shared {
             trunk,
             spec,
@@ -139,11 +183,11 @@ impl Engine {
         }
     }
 
-    /// Scores a document: one curve per edge, empty where the edge has no score.
+    /// Scores a document: the curves of each edge.
     ///
     /// # Errors
     /// [`ScoreError`] of this document only; others go on.
-    pub async fn score(&self, document: Document) -> Result<Vec<Curve>, ScoreError> {
+    pub async fn score(&self, document: Document) -> Result<Vec<EdgeCurves>, ScoreError> {
         let receiver = self.submit(document);
         receiver.await.unwrap_or_else(|_| Err(ScoreError::Worker("the engine stopped".into())))
     }
@@ -152,11 +196,11 @@ impl Engine {
     ///
     /// # Errors
     /// As [`Self::score`].
-    pub fn score_blocking(&self, document: Document) -> Result<Vec<Curve>, ScoreError> {
+    pub fn score_blocking(&self, document: Document) -> Result<Vec<EdgeCurves>, ScoreError> {
         futures::executor::block_on(self.score(document))
     }
 
-    fn submit(&self, document: Document) -> oneshot::Receiver<Result<Vec<Curve>, ScoreError>> {
+    fn submit(&self, document: Document) -> oneshot::Receiver<Result<Vec<EdgeCurves>, ScoreError>> {
         let (reply, receiver) = oneshot::channel();
         let spec = &self.shared.spec;
         let n = document.ids.len() as u32;
@@ -168,7 +212,7 @@ impl Engine {
                 _ => segments.push((segment, i..i + 1)),
             }
         }
-        let curves = vec![Curve::new(); document.edges.len()];
+        let curves = vec![EdgeCurves::default(); document.edges.len()];
         if segments.is_empty() {
             // The receiver is alive: it is returned below.
             let _ = reply.send(Ok(curves));
@@ -226,7 +270,7 @@ impl Job {
 
 impl Shared {
     fn work(&self) {
-        let mut scratch = Scratch::default();
+        let mut scratch = Buffers::default();
         while let Some(work) = self.take() {
             let jobs: Vec<Arc<Job>> = match &work {
                 Work::Passes(passes) => passes.iter().map(|p| Arc::clone(&p.job)).collect(),
@@ -242,7 +286,7 @@ impl Shared {
                 Err(_) => Some("it panicked; please report this".to_owned()),
             };
             if let Some(reason) = failure {
-                scratch = Scratch::default();
+                scratch = Buffers::default();
                 jobs.iter().for_each(|job| job.fail(ScoreError::Worker(reason.clone())));
             }
             self.done();
@@ -324,29 +368,69 @@ impl Shared {
         taken
     }
 
-    fn forward(&self, batch: &Batch, scratch: &mut Scratch) -> Result<Vec<f32>, ScoreError> {
+    /// States that RR reads and final-normed states; empty where they are not asked for.
+    fn forward(&self, batch: &Batch, scratch: &mut Scratch) -> Result<(Vec<f32>, Vec<f32>), ScoreError> {
         self.counters.forward_tokens.fetch_add(batch.ids.len() as u64, Ordering::Relaxed);
         self.counters.batches.fetch_add(1, Ordering::Relaxed);
-        Ok(self.trunk.forward(batch, &[self.spec.tap], scratch)?.swap_remove(0))
+        let last = self.spec.readouts.need_head().then_some(Tap::Final);
+        let taps: Vec<Tap> = self.spec.readouts.rr.into_iter().chain(last).collect();
+        let mut states = self.trunk.forward(batch, &taps, scratch)?.into_iter();
+        let mut take = |wanted: bool| if wanted { states.next().unwrap_or_default() } else { Vec::new() };
+        Ok((take(self.spec.readouts.rr.is_some()), take(last.is_some())))
     }
 
-    fn run_passes(&self, passes: Vec<Pass>, scratch: &mut Scratch) -> Result<(), ScoreError> {
+    /// The head, where a readout needs it.
+    fn head(&self) -> Option<&Head> {
+        self.trunk.head().filter(|_| self.spec.readouts.need_head())
+    }
+
+    /// The edges of a pass that have a score.
+    fn edges_of<'a>(&'a self, pass: &'a Pass) -> impl Iterator<Item = usize> + 'a {
+        let document = &pass.job.document;
+        let n = document.ids.len() as u32;
+        pass.job.segments[pass.segment].1.clone().filter(move |&e| self.spec.scores(document.edges[e], n))
+    }
+
+    fn run_passes(&self, passes: Vec<Pass>, scratch: &mut Buffers) -> Result<(), ScoreError> {
         let mut batch = Batch::default();
         for pass in &passes {
             batch.push(self.spec.full_pass(&pass.job.document.ids, pass.job.segments[pass.segment].0));
         }
-        let states = Arc::new(self.forward(&batch, scratch)?);
+        let (rr, normed) = self.forward(&batch, &mut scratch.model)?;
+        let mut log = Vec::new();
+        if let Some(head) = self.head().filter(|_| self.spec.readouts.lr) {
+            log = vec![0.0; batch.ids.len()];
+            let hidden = self.trunk.shape().hidden;
+            // Rows that some window reads, with the tokens that come after them.
+            let mut read = vec![false; batch.ids.len()];
+            for (pass, span) in passes.iter().zip(batch.sequences()) {
+                let document = &pass.job.document;
+                let n = document.ids.len() as u32;
+                for edge in self.edges_of(pass) {
+                    let b = document.edges[edge];
+                    let row = span.start + self.spec.full_row(b, n);
+                    let m = self.spec.window_at(b, n) as usize;
+                    read[row - usize::from(!self.spec.prefix.is_empty())..row + m - 1].fill(true);
+                }
+            }
+            let rows: Vec<usize> = (0..read.len()).filter(|&row| read[row]).collect();
+            let states: Vec<f32> = rows.iter().flat_map(|row| &normed[row * hidden..(row + 1) * hidden]).copied().collect();
+            let targets: Vec<u32> = rows.iter().map(|row| batch.ids[row + 1]).collect();
+            let found = head.log_probabilities(&states, &targets, &mut scratch.head)?;
+            for (row, value) in rows.into_iter().zip(found) {
+                log[row] = value;
+            }
+        }
+        let normed = if self.spec.readouts.kl { normed } else { Vec::new() };
+        let full = Arc::new(FullStates { rr, log, normed });
         let mut ready = Vec::new();
         for (pass, span) in passes.into_iter().zip(batch.sequences()) {
-            let document = &pass.job.document;
-            let n = document.ids.len() as u32;
-            let edges = pass.job.segments[pass.segment].1.clone().filter(|&e| self.spec.scores(document.edges[e], n));
             let before = ready.len();
-            ready.extend(edges.map(|edge| Window {
+            ready.extend(self.edges_of(&pass).map(|edge| Window {
                 job: Arc::clone(&pass.job),
                 segment: pass.segment,
                 edge,
-                states: Arc::clone(&states),
+                full: Arc::clone(&full),
                 base: span.start,
             }));
             lock(&pass.job.progress).left = ready.len() - before;
@@ -362,7 +446,7 @@ impl Shared {
         Ok(())
     }
 
-    fn run_windows(&self, windows: Vec<Window>, scratch: &mut Scratch) -> Result<(), ScoreError> {
+    fn run_windows(&self, windows: Vec<Window>, scratch: &mut Buffers) -> Result<(), ScoreError> {
         let hidden = self.trunk.shape().hidden;
         let mut batch = Batch::default();
         let mut skipped = Vec::with_capacity(windows.len());
@@ -372,23 +456,65 @@ impl Shared {
             batch.push(tokens);
             skipped.push(before);
         }
-        let reset = self.forward(&batch, scratch)?;
-        for ((window, span), before) in windows.into_iter().zip(batch.sequences()).zip(skipped) {
+        let (reset, normed) = self.forward(&batch, &mut scratch.model)?;
+        let spans: Vec<_> = batch.sequences().zip(skipped).map(|(span, before)| span.start + before..span.end).collect();
+
+        // Rows of the batch that predict a token of their window, beside the rows of the full pass that do.
+        let (mut log, mut divergence) = (Vec::new(), Vec::new());
+        if let Some(head) = self.head() {
+            let mut pairs = Vec::new();
+            for (window, span) in windows.iter().zip(&spans) {
+                let at = self.full_row(window);
+                pairs.extend((self.first_token()..span.len()).map(|t| (span.start + t - 1, window, at + t - 1)));
+            }
+            let states: Vec<f32> = pairs.iter().flat_map(|(row, ..)| &normed[row * hidden..(row + 1) * hidden]).copied().collect();
+            if self.spec.readouts.lr {
+                let targets: Vec<u32> = pairs.iter().map(|(row, ..)| batch.ids[row + 1]).collect();
+                log = head.log_probabilities(&states, &targets, &mut scratch.head)?;
+            }
+            if self.spec.readouts.kl {
+                let full: Vec<f32> =
+                    pairs.iter().flat_map(|(_, window, row)| &window.full.normed[row * hidden..(row + 1) * hidden]).copied().collect();
+                divergence = head.divergences(&full, &states, &mut scratch.head);
+            }
+        }
+        let (mut log, mut divergence) = (log.into_iter(), divergence.into_iter());
+
+        for (window, span) in windows.into_iter().zip(spans) {
+            let document = &window.job.document;
+            let (b, n) = (document.edges[window.edge], document.ids.len() as u32);
+            let at = self.full_row(&window);
+            let (m, first) = (span.len(), self.first_token());
+            let mut curves = EdgeCurves::default();
+            if self.spec.gives(Readout::Rr, b, n) {
+                let full = window.full.rr[at * hidden..].chunks_exact(hidden);
+                let reset = reset[span.start * hidden..span.end * hidden].chunks_exact(hidden);
+                let terms: Vec<f64> = reset.zip(full).map(|(r, h)| ops::cosine(h, r)).collect();
+                curves.rr = curve(&terms, self.spec.skip);
+            }
+            // The first token of a window without a prefix has no term: nothing predicts it.
+            let mut terms = vec![0.0; m];
+            if self.spec.readouts.lr {
+                for ((t, term), reset) in terms.iter_mut().enumerate().skip(first).zip(&mut log) {
+                    *term = window.full.log[at + t - 1] - reset;
+                }
+                if self.spec.gives(Readout::Lr, b, n) {
+                    curves.lr = curve(&terms, self.spec.skip);
+                }
+            }
+            if self.spec.readouts.kl {
+                for (term, found) in terms[first.min(m)..].iter_mut().zip(&mut divergence) {
+                    *term = found;
+                }
+                if self.spec.gives(Readout::Kl, b, n) {
+                    curves.kl = curve(&terms, self.spec.skip);
+                }
+            }
             if window.job.failed() {
                 continue;
             }
-            let document = &window.job.document;
-            let b = document.edges[window.edge];
-            let row = window.base + self.spec.full_row(b, document.ids.len() as u32);
-            let full = window.states[row * hidden..].chunks_exact(hidden);
-            let terms: Vec<f64> = reset[(span.start + before) * hidden..span.end * hidden]
-                .chunks_exact(hidden)
-                .zip(full)
-                .map(|(r, h)| ops::cosine(h, r))
-                .collect();
-            let curve = curve(&terms, self.spec.skip);
-            if curve.iter().all(|v| v.is_finite()) {
-                self.finish(&window, curve);
+            if [&curves.rr, &curves.lr, &curves.kl].into_iter().flatten().all(|v| v.is_finite()) {
+                self.finish(&window, curves);
             } else {
                 window.job.fail(ScoreError::NotFinite { edge: b });
             }
@@ -396,10 +522,21 @@ impl Shared {
         Ok(())
     }
 
-    /// Stores a curve; the last of a segment starts the next segment, the last of all answers.
-    fn finish(&self, window: &Window, curve: Curve) {
+    /// The first token of a window that a row of its pass predicts.
+    fn first_token(&self) -> usize {
+        usize::from(self.spec.prefix.is_empty())
+    }
+
+    /// Row of a window's first token among the states of its full pass.
+    fn full_row(&self, window: &Window) -> usize {
+        let document = &window.job.document;
+        window.base + self.spec.full_row(document.edges[window.edge], document.ids.len() as u32)
+    }
+
+    /// Stores curves; the last of a segment starts the next segment, the last of all answers.
+    fn finish(&self, window: &Window, curves: EdgeCurves) {
         let mut progress = lock(&window.job.progress);
-        progress.curves[window.edge] = curve;
+        progress.curves[window.edge] = curves;
         progress.left -= 1;
         if progress.left > 0 {
             return;

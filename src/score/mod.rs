@@ -1,13 +1,13 @@
 //! Scoring: the reset pass, its comparison with the full pass, and the engine that packs windows of many documents into batches.
 //!
-//! Owns the Right Reset readout and its curves. Promises: the curve of an edge has the same bits whatever batch, thread or neighbour
+//! Owns the readouts of the reset pass (RR, LR, KL) and their curves. Promises: the curve of an edge has the same bits whatever batch, thread or neighbour
 //! it was computed with. Knows nothing of files or the cache.
 
 mod curve;
 mod engine;
 
 pub use curve::{Curve, kept_positions, score_at};
-pub use engine::{Document, Engine, EngineStats};
+pub use engine::{Document, EdgeCurves, Engine, EngineStats};
 
 use crate::model::{ModelError, Tap};
 
@@ -35,6 +35,83 @@ pub enum ScoreError {
     Worker(String),
 }
 
+/// A readout of the reset pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Readout {
+    /// Right Reset: cosines of full and reset states (paper equation 1).
+    Rr,
+    /// Observed-token likelihood ratio: how much less likely the reset pass finds the tokens that come (paper equation 2).
+    Lr,
+    /// KL divergence of the reset pass's predictions from those of the full pass.
+    Kl,
+}
+
+impl Readout {
+    /// Its name in pipelines, columns and cache keys.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Rr => "rr",
+            Self::Lr => "lr",
+            Self::Kl => "kl",
+        }
+    }
+
+    /// Terms left out of a score at the start of the window: `s` positions for RR, `s + 1` tokens for LR and KL, which speak of the
+    /// token after a position.
+    #[must_use]
+    pub fn first(self, skip: u32) -> u32 {
+        match self {
+            Self::Rr => skip,
+            Self::Lr | Self::Kl => skip + 1,
+        }
+    }
+}
+
+/// Which readouts a reset pass gives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Readouts {
+    /// Where RR reads states; none is no RR.
+    pub rr: Option<Tap>,
+    /// Whether LR is read.
+    pub lr: bool,
+    /// Whether KL is read.
+    pub kl: bool,
+}
+
+impl Readouts {
+    /// RR alone.
+    #[must_use]
+    pub fn rr(tap: Tap) -> Self {
+        Self { rr: Some(tap), lr: false, kl: false }
+    }
+
+    /// Whether a readout is among them.
+    #[must_use]
+    pub fn has(&self, readout: Readout) -> bool {
+        match readout {
+            Readout::Rr => self.rr.is_some(),
+            Readout::Lr => self.lr,
+            Readout::Kl => self.kl,
+        }
+    }
+
+    /// Whether the output head is needed.
+    #[must_use]
+    pub fn need_head(&self) -> bool {
+        self.lr || self.kl
+    }
+
+    /// Blocks that must be run at most.
+    #[must_use]
+    pub fn depth(&self) -> usize {
+        match self.rr {
+            Some(Tap::Layer(layer)) if !self.need_head() => layer,
+            _ => usize::MAX,
+        }
+    }
+}
+
 /// How positions of a reset pass are numbered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Positions {
@@ -54,6 +131,10 @@ pub enum Prefix {
 }
 
 impl Prefix {
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     fn len(&self) -> usize {
         match self {
             Self::Tokens(tokens) => tokens.len(),
@@ -69,8 +150,8 @@ pub struct ScoreSpec {
     pub window: u32,
     /// Positions skipped at the start of the window, s.
     pub skip: u32,
-    /// Where states are read.
-    pub tap: Tap,
+    /// What is read.
+    pub readouts: Readouts,
     /// How the reset pass is numbered.
     pub positions: Positions,
     /// What stands before the window.
@@ -88,8 +169,12 @@ impl ScoreSpec {
     /// [`ScoreError::Settings`] that names the settings.
     pub fn validate(&self) -> Result<(), ScoreError> {
         let fail = |text: String| Err(ScoreError::Settings(text));
-        if self.window <= self.skip {
-            return fail(format!("score.window = {} leaves nothing after score.skip = {}", self.window, self.skip));
+        if self.readouts == Readouts::default() {
+            return fail("score.readouts is empty".into());
+        }
+        if let Some(readout) = self.read().find(|r| self.window <= r.first(self.skip)) {
+            let readout = readout.as_str();
+            return fail(format!("score.window = {} leaves nothing of {readout} after score.skip = {}", self.window, self.skip));
         }
         let needed = self.window as usize + self.prefix.len();
         if needed > (self.room() - self.stride()) as usize {
@@ -122,11 +207,22 @@ impl ScoreSpec {
         self.window.min(n - b)
     }
 
-    /// Whether edge `b` gets a score: its window is longer than what is skipped, and the prefix is really removed.
+    /// The readouts there are.
+    fn read(&self) -> impl Iterator<Item = Readout> + '_ {
+        [Readout::Rr, Readout::Lr, Readout::Kl].into_iter().filter(|r| self.readouts.has(*r))
+    }
+
+    /// Whether edge `b` gets a score of a readout: its window is longer than what is skipped, and the prefix is really removed.
+    #[must_use]
+    pub fn gives(&self, readout: Readout, b: u32, n: u32) -> bool {
+        let removes = if let Prefix::Local(p) = self.prefix { b > p } else { true };
+        self.readouts.has(readout) && b < n && self.window_at(b, n) > readout.first(self.skip) && removes
+    }
+
+    /// Whether edge `b` gets a score of any readout.
     #[must_use]
     pub fn scores(&self, b: u32, n: u32) -> bool {
-        let removes = if let Prefix::Local(p) = self.prefix { b > p } else { true };
-        b < n && self.window_at(b, n) > self.skip && removes
+        self.read().any(|readout| self.gives(readout, b, n))
     }
 
     /// The segment that edge `b` is read from: i = max(0, ceil((b + m - C) / S)).

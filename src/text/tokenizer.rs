@@ -143,10 +143,10 @@ impl Tokenizer {
         self.hash
     }
 
-    /// Number of ids, added tokens included.
+    /// Rows that an embedding must have for every token: the largest id, added tokens included, plus 1.
     #[must_use]
     pub fn vocab_size(&self) -> usize {
-        self.inner.get_vocab_size(true)
+        self.inner.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1)
     }
 
     /// Id of a token given by its text.

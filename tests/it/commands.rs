@@ -212,7 +212,14 @@ fn damaged_models_are_named() {
     std::fs::write(model.join("config.json"), config.replace("\"intermediate_size\": 64", "\"intermediate_size\": 65")).unwrap();
     run(&place).fails(1, "has shape [64, 32], expected [65, 32]");
     std::fs::write(model.join("config.json"), config.replace("\"model_type\": \"llama\"", "\"model_type\": \"mamba\"")).unwrap();
-    run(&place).fails(1, "\"mamba\" is not supported (supported: llama)");
+    run(&place).fails(1, "\"mamba\" is not supported (supported: llama, qwen2,");
+    std::fs::write(model.join("config.json"), &config).unwrap();
+    let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(model.join("tokenizer.json")).unwrap()).unwrap();
+    let mut token = tokenizer["added_tokens"][0].clone();
+    (token["id"], token["content"]) = (600.into(), "<|more|>".into());
+    tokenizer["added_tokens"].as_array_mut().unwrap().push(token);
+    std::fs::write(model.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    run(&place).fails(1, "its tokenizer has").fails(1, "its embedding 512 rows");
 }
 
 #[test]
@@ -299,4 +306,52 @@ fn the_operator_works_without_the_command_line() {
     });
     let joined: String = chunks.iter().flat_map(|b| b["text"].as_string::<i64>().iter().map(|t| t.unwrap().to_owned())).collect();
     assert_eq!(joined, texts.concat());
+}
+
+#[test]
+fn readouts_have_records_of_their_own_and_fuse() {
+    let place = Place::with_documents(&prose(6, 60));
+    let run = |out: &str, readouts: &str, more: &[&str]| {
+        let readouts = format!("score.readouts={readouts}");
+        place.run(&[&["--output", out, "--set", &readouts], more].concat())
+    };
+    let scored = |out: &str| place.summary(out)["documents"]["scored"].as_u64().unwrap();
+    run("rr", "[\"rr\"]", &[]).ok();
+    run("both", "[\"rr\", \"lr\"]", &[]).ok();
+    assert!(scored("rr") > 3 && scored("both") == scored("rr"), "LR was not in the cache");
+    // Both are now, apart and together, at every weight and horizon.
+    let cached = ["--set", "cache.on_miss=error"];
+    run("rr2", "[\"rr\"]", &cached).ok();
+    assert!(place.data("rr2") == place.data("rr"), "LR changed nothing of RR");
+    run("lr", "[\"lr\"]", &cached).ok();
+    run("fused", "[\"rr\", \"lr\"]", &[&cached[..], &["--set", "segment.utility={ \"rr@16\" = 1.0, lr = 0.5 }"]].concat()).ok();
+    run("kl", "[\"rr\", \"kl\"]", &cached).fails(1, "is not in the score cache");
+
+    let by_cut = |out: &str| -> std::collections::BTreeMap<String, Value> {
+        place.chunks(out).into_iter().map(|c| (format!("{}#{}", c["doc_id"], c["byte_start"]), c)).collect()
+    };
+    let (rr, both, lr, fused) = (by_cut("rr"), by_cut("both"), by_cut("lr"), by_cut("fused"));
+    assert!(rr.keys().eq(both.keys()), "the first readout is the utility");
+    assert!(!rr.keys().eq(lr.keys()) && !rr.keys().eq(fused.keys()));
+    let mut compared = 0;
+    for (key, chunk) in fused.iter().filter(|(_, c)| !c["cut_score"].is_null()) {
+        assert!(chunk["cut_rr"].as_f64().unwrap().abs() <= 1.0 && chunk["cut_lr"].is_number(), "{chunk}");
+        assert!((0.0..=1.5).contains(&chunk["cut_score"].as_f64().unwrap()), "a sum of percentiles");
+        for (other, name) in [(&rr, "cut_rr"), (&lr, "cut_lr")] {
+            if let Some(single) = other.get(key).filter(|c| c["cut_score"].is_number()) {
+                assert_eq!(single["cut_score"], chunk[name]);
+                compared += 1;
+            }
+        }
+    }
+    assert!(compared > 4);
+
+    let set = ["--set", "score.readouts=[\"rr\", \"lr\"]"];
+    place.tool(&[&["score", "p.toml", "--output", "e.jsonl", "--curves"], &set[..]].concat()).ok();
+    let edges = json_lines(&std::fs::read(place.path("e.jsonl")).unwrap());
+    assert!(edges.iter().all(|e| e["rr"] == e["score"]) && edges.iter().any(|e| e["curve_lr"].is_array()));
+
+    run("x", "[\"rr\", \"rr\"]", &[]).fails(1, "each once");
+    run("x", "[\"rr\"]", &["--set", "segment.utility={ lr = 1.0 }"]).fails(1, "add it there");
+    run("x", "[\"rr\"]", &["--set", "segment.utility={ \"rr@12\" = 1.0 }"]).fails(1, "multiple of 8");
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 use right_reset::model;
-use right_reset::score::{Document, Engine, Positions, Prefix, ScoreSpec};
+use right_reset::score::{Document, EdgeCurves, Engine, Positions, Prefix, Readouts, ScoreSpec};
 use serde_json::Value;
 
 use crate::tool::{Place, prose, root};
@@ -82,7 +82,7 @@ fn promise_1_chunks_concatenate_to_the_document() {
 #[test]
 fn promise_2_a_window_has_the_same_bits_alone_or_in_any_batch() {
     let path = root().join("tests/tiny");
-    let trunk = model::load_trunk(&path, usize::MAX, 64).unwrap();
+    let trunk = model::load_trunk(&path, model::Load { depth: usize::MAX, extra: 64, head: true }).unwrap();
     let tokenizer = model::load_tokenizer(&path).unwrap();
     let documents: Vec<Document> = prose(12, 40)
         .iter()
@@ -94,11 +94,15 @@ fn promise_2_a_window_has_the_same_bits_alone_or_in_any_batch() {
         .collect();
     let prefixes = [Prefix::Tokens(vec![]), Prefix::Tokens(vec![0, 7]), Prefix::Local(3)];
     for (prefix, positions) in prefixes.into_iter().flat_map(|p| [(p.clone(), Positions::Original), (p, Positions::Reindexed)]) {
+        let readouts = Readouts { rr: Some(model::Tap::Layer(3)), lr: true, kl: true };
         // A short context, so that documents take several segments.
-        let spec = ScoreSpec { window: 24, skip: 1, tap: model::Tap::Layer(3), positions, prefix, bos: Some(1), context: 128 };
+        let spec = ScoreSpec { window: 24, skip: 1, readouts, positions, prefix, bos: Some(1), context: 128 };
         let score = |threads: usize, budget: usize, one_by_one: bool| -> Vec<Vec<Vec<u32>>> {
             let engine = Engine::new(trunk.clone(), spec.clone(), threads, budget).unwrap();
-            let bits = |curves: Vec<Vec<f32>>| curves.iter().map(|c| c.iter().map(|v| v.to_bits()).collect()).collect();
+            let bits = |curves: Vec<EdgeCurves>| {
+                let of_edge = |c: &EdgeCurves| [&c.rr, &c.lr, &c.kl].into_iter().flatten().map(|v| v.to_bits()).collect();
+                curves.iter().map(of_edge).collect()
+            };
             if one_by_one {
                 // Every edge a document of its own: single windows.
                 let one = |d: &Document, e: u32| engine.score_blocking(Document { ids: d.ids.clone(), edges: vec![e] }).unwrap().remove(0);

@@ -17,6 +17,8 @@ pub struct AttentionShape {
     pub head_dim: usize,
     /// What scores are multiplied by before the softmax.
     pub scale: f32,
+    /// Tokens that a token sees back to, itself included; none is all.
+    pub window: Option<usize>,
 }
 
 impl AttentionShape {
@@ -35,12 +37,12 @@ pub struct AttentionScratch {
     scores: Buffer,
 }
 
-/// Attends each token of one sequence to itself and the tokens before it.
+/// Attends each token of one sequence to itself and the tokens before it, or those of them in its window.
 ///
 /// `qkv` holds a row of queries, keys and values per token ([`AttentionShape::qkv`] floats); `out` gets `heads x head_dim` floats a row.
 pub fn causal_attention(shape: AttentionShape, qkv: &[f32], out: &mut [f32], scratch: &mut AttentionScratch) {
     let isa = Isa::best();
-    let AttentionShape { heads, kv_heads, head_dim, scale } = shape;
+    let AttentionShape { heads, kv_heads, head_dim, scale, window } = shape;
     let (row, group, width) = (shape.qkv(), heads / kv_heads, heads * head_dim);
     let tokens = qkv.len() / row;
     let key_panels = tokens.div_ceil(PANEL);
@@ -65,16 +67,21 @@ pub fn causal_attention(shape: AttentionShape, qkv: &[f32], out: &mut [f32], scr
         for head in kv * group..(kv + 1) * group {
             for first in (0..tokens).step_by(QUERIES) {
                 let rows = QUERIES.min(tokens - first);
-                let seen = first + rows;
+                let before = |query: usize| window.map_or(0, |window| (query + 1).saturating_sub(window));
+                // Keys from the panel in which the first query's window begins.
+                let start = before(first) / PANEL * PANEL;
+                let seen = first + rows - start;
                 let data = &qkv[first * row + head * head_dim..];
                 let queries = Input::Plain(Rows { data, rows, width: head_dim, stride: row });
-                kernels::product(isa, queries, keys, seen, scores, seen, Store::Set);
-                for (r, scores) in scores.chunks_exact_mut(seen).take(rows).enumerate() {
-                    kernels::softmax(isa, scores, first + r + 1, scale);
+                kernels::product(isa, queries, &keys[start * head_dim..], seen, scores, seen, Store::Set);
+                for (query, scores) in (first..).zip(scores.chunks_exact_mut(seen).take(rows)) {
+                    let (hidden, scores) = scores.split_at_mut(before(query) - start);
+                    hidden.fill(0.0);
+                    kernels::softmax(isa, scores, query + 1 - before(query), scale);
                 }
                 // The values of a head are `seen` rows deep: each panel is cut to them.
                 for p in 0..value_panels {
-                    let panel = &values[p * PANEL * tokens..][..PANEL * seen];
+                    let panel = &values[(p * tokens + start) * PANEL..][..PANEL * seen];
                     let columns = (head_dim - p * PANEL).min(PANEL);
                     let target = &mut out[first * width + head * head_dim + p * PANEL..];
                     let weights = Input::Plain(Rows { data: &scores[..], rows, width: seen, stride: seen });
@@ -90,8 +97,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equals_the_definition_for_every_length_and_ignores_what_follows() {
-        let shape = AttentionShape { heads: 4, kv_heads: 2, head_dim: 40, scale: 0.2 };
+    fn equals_the_definition_for_every_length_and_window_and_ignores_what_follows() {
+        for window in [None, Some(1), Some(7), Some(48), Some(60), Some(200)] {
+            check(AttentionShape { heads: 4, kv_heads: 2, head_dim: 40, scale: 0.2, window });
+        }
+    }
+
+    fn check(shape: AttentionShape) {
         let row = shape.qkv();
         let tokens = 117;
         let qkv: Vec<f32> = (0..tokens * row).map(|i| ((i * 7919 % 1009) as f32 / 1009.0 - 0.5) * 3.0).collect();
@@ -103,11 +115,12 @@ mod tests {
                 let q = &qkv[t * row + head * 40..][..40];
                 let at = |j: usize, from: usize| &qkv[j * row + from..][..40];
                 let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum::<f64>();
-                let raw: Vec<f64> = (0..=t).map(|j| dot(q, at(j, (4 + head / 2) * 40)) * 0.2).collect();
+                let from = shape.window.map_or(0, |w| (t + 1).saturating_sub(w));
+                let raw: Vec<f64> = (from..=t).map(|j| dot(q, at(j, (4 + head / 2) * 40)) * 0.2).collect();
                 let top = raw.iter().copied().fold(f64::MIN, f64::max);
                 let sum: f64 = raw.iter().map(|s| (s - top).exp()).sum();
                 for i in 0..40 {
-                    let exact: f64 = (0..=t).map(|j| (raw[j] - top).exp() / sum * f64::from(at(j, (6 + head / 2) * 40)[i])).sum();
+                    let exact: f64 = (from..=t).map(|j| (raw[j - from] - top).exp() / sum * f64::from(at(j, (6 + head / 2) * 40)[i])).sum();
                     assert!((f64::from(whole[t * 160 + head * 40 + i]) - exact).abs() < 1e-5);
                 }
             }

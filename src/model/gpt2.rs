@@ -1,0 +1,178 @@
+//! GPT-2: learned positions, layer norm, full attention with biases, feed-forward with a tanh GELU.
+
+use serde::{Deserialize, Serialize};
+
+use super::config::{Json, Metadata};
+use super::ops::{Activation, AttentionShape, Embedding, FeedForward, Head, LayerNorm, Linear, Output, ROW_TILE, causal_attention};
+use super::weights::Weights;
+use super::{Batch, Load, ModelError, Scratch, Shape, Tap, Trunk, run_blocks};
+
+/// Sizes and constants of a GPT-2 checkpoint.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Gpt2Config {
+    pub(super) hidden: usize,
+    pub(super) feed_forward: usize,
+    pub(super) layers: usize,
+    pub(super) heads: usize,
+    pub(super) vocab: usize,
+    pub(super) context: usize,
+    pub(super) eps: f32,
+    pub(super) activation: Activation,
+    /// Whether scores are divided by the root of the head size, and whether by the layer's number too.
+    pub(super) scaled: [bool; 2],
+    pub(super) tied: bool,
+}
+
+impl Gpt2Config {
+    pub(super) fn from_hub(json: &Json<'_>) -> Result<Self, ModelError> {
+        let hidden = json.need("n_embd")?;
+        let config = Self {
+            hidden,
+            feed_forward: json.get("n_inner")?.unwrap_or(4 * hidden),
+            layers: json.need("n_layer")?,
+            heads: json.need("n_head")?,
+            vocab: json.need("vocab_size")?,
+            context: json.get("n_positions")?.unwrap_or(1024),
+            eps: json.get("layer_norm_epsilon")?.unwrap_or(1e-5),
+            activation: json.activation("activation_function", Activation::GeluTanh)?,
+            scaled: [json.get("scale_attn_weights")?.unwrap_or(true), json.get("scale_attn_by_inverse_layer_idx")?.unwrap_or(false)],
+            tied: json.tied(true)?,
+        };
+        config.check().map_err(|reason| json.fail(reason))?;
+        Ok(config)
+    }
+
+    pub(super) fn from_gguf(meta: &Metadata<'_>) -> Result<Self, ModelError> {
+        let hidden = meta.need("embedding_length")?;
+        let config = Self {
+            hidden,
+            feed_forward: meta.number("feed_forward_length").unwrap_or(4 * hidden),
+            layers: meta.need("block_count")?,
+            heads: meta.need("attention.head_count")?,
+            vocab: meta.vocab()?,
+            context: meta.need("context_length")?,
+            eps: meta.float("attention.layer_norm_epsilon").unwrap_or(1e-5),
+            activation: Activation::GeluTanh,
+            scaled: [true, false],
+            tied: !meta.has_tensor("output.weight"),
+        };
+        config.check().map_err(|reason| meta.fail(reason))?;
+        Ok(config)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let sizes = [self.hidden, self.feed_forward, self.layers, self.heads, self.vocab, self.context];
+        if sizes.contains(&0) || !self.hidden.is_multiple_of(self.heads) {
+            return Err(format!("its sizes fit no gpt2: {self:?}"));
+        }
+        Ok(())
+    }
+}
+
+struct Block {
+    attention_norm: LayerNorm,
+    qkv: Linear,
+    output: Linear,
+    feed_forward_norm: LayerNorm,
+    feed_forward: FeedForward,
+}
+
+/// A loaded GPT-2 trunk.
+pub(super) struct Gpt2 {
+    config: Gpt2Config,
+    embedding: Embedding,
+    positions: Embedding,
+    blocks: Vec<Block>,
+    norm: LayerNorm,
+    head: Option<Head>,
+}
+
+impl Gpt2 {
+    pub(super) fn load(config: Gpt2Config, weights: &mut Weights, load: Load) -> Result<Self, ModelError> {
+        let Gpt2Config { hidden, feed_forward, vocab, context, eps, .. } = config;
+        let table = weights.get("wte.weight", &[vocab, hidden])?;
+        let head = match (load.head, config.tied) {
+            (false, _) => None,
+            (true, true) => Some(Head::pack(hidden, &table, None)?),
+            (true, false) => Some(Head::pack(hidden, &weights.get("lm_head.weight", &[vocab, hidden])?, None)?),
+        };
+        let positions = weights.get("wpe.weight", &[context, hidden])?;
+        fn norm(weights: &mut Weights, name: &str, hidden: usize, eps: f32) -> Result<LayerNorm, ModelError> {
+            let mut get = |part: &str| weights.get(&format!("{name}.{part}"), &[hidden]);
+            Ok(LayerNorm::new(get("weight")?, get("bias")?, eps))
+        }
+        let mut blocks = Vec::new();
+        for layer in 0..config.layers.min(load.depth) {
+            // Checkpoints hold these layers as `inputs x outputs`.
+            let mut linear = |name: &str, inputs: usize, outputs: usize| {
+                let name = format!("h.{layer}.{name}");
+                let bias = weights.get(&format!("{name}.bias"), &[outputs])?;
+                Linear::pack(inputs, &[weights.get_transposed(&format!("{name}.weight"), inputs, outputs)?], Some(bias))
+            };
+            let qkv = linear("attn.c_attn", hidden, 3 * hidden)?;
+            let output = linear("attn.c_proj", hidden, hidden)?;
+            let (up, down) = (linear("mlp.c_fc", hidden, feed_forward)?, linear("mlp.c_proj", feed_forward, hidden)?);
+            blocks.push(Block {
+                attention_norm: norm(weights, &format!("h.{layer}.ln_1"), hidden, eps)?,
+                qkv,
+                output,
+                feed_forward_norm: norm(weights, &format!("h.{layer}.ln_2"), hidden, eps)?,
+                feed_forward: FeedForward::new(config.activation, up, down),
+            });
+        }
+        let norm = norm(weights, "ln_f", hidden, eps)?;
+        let (embedding, positions) = (Embedding::new(hidden, table), Embedding::new(hidden, positions));
+        Ok(Self { config, embedding, positions, blocks, norm, head })
+    }
+
+    fn block(&self, layer: usize, batch: &Batch, scratch: &mut Scratch) {
+        let (c, block) = (&self.config, &self.blocks[layer]);
+        let tokens = batch.ids.len();
+        let head_dim = c.hidden / c.heads;
+        let [by_size, by_layer] = c.scaled;
+        let scale = if by_size { 1.0 / (head_dim as f32).sqrt() } else { 1.0 } / if by_layer { (layer + 1) as f32 } else { 1.0 };
+        let shape = AttentionShape { heads: c.heads, kv_heads: c.heads, head_dim, scale, window: None };
+        let width = shape.qkv();
+        let x = scratch.x.get(tokens * c.hidden);
+        let qkv = scratch.qkv.get(tokens * width);
+        let attended = scratch.attended.get(tokens * c.hidden);
+        let normed = scratch.normed.get(ROW_TILE * c.hidden);
+        for (x, qkv) in x.chunks(ROW_TILE * c.hidden).zip(qkv.chunks_mut(ROW_TILE * width)) {
+            let normed = &mut normed[..x.len()];
+            block.attention_norm.forward(x, normed);
+            block.qkv.forward(normed, qkv, Output::Set);
+        }
+        for span in batch.sequences() {
+            let out = &mut attended[span.start * c.hidden..span.end * c.hidden];
+            causal_attention(shape, &qkv[span.start * width..span.end * width], out, &mut scratch.attention);
+        }
+        for (x, attended) in x.chunks_mut(ROW_TILE * c.hidden).zip(attended.chunks(ROW_TILE * c.hidden)) {
+            let normed = &mut normed[..x.len()];
+            block.output.forward(attended, x, Output::Add);
+            block.feed_forward_norm.forward(x, normed);
+            block.feed_forward.add(normed, x, &mut scratch.feed_forward);
+        }
+    }
+}
+
+impl Trunk for Gpt2 {
+    fn shape(&self) -> Shape {
+        let Gpt2Config { hidden, layers, context, vocab, .. } = self.config;
+        Shape { hidden, layers, context, vocab }
+    }
+
+    fn forward(&self, batch: &Batch, taps: &[Tap], scratch: &mut Scratch) -> Result<Vec<Vec<f32>>, ModelError> {
+        batch.check_positions(self.config.context)?;
+        let len = batch.ids.len() * self.config.hidden;
+        self.embedding.forward(&batch.ids, scratch.x.get(len))?;
+        let positions = scratch.attended.get(len);
+        self.positions.forward(&batch.positions, positions)?;
+        scratch.x.get(len).iter_mut().zip(positions).for_each(|(x, p)| *x += *p);
+        let block = |layer: usize, scratch: &mut Scratch| self.block(layer, batch, scratch);
+        Ok(run_blocks(batch, taps, self.blocks.len(), self.config.hidden, scratch, block, |x, out| self.norm.forward(x, out)))
+    }
+
+    fn head(&self) -> Option<&Head> {
+        self.head.as_ref()
+    }
+}

@@ -1,0 +1,115 @@
+//! From the scores of several readouts to the one number per edge whose percentile is its utility (design section 2).
+
+use super::spec::{Pipeline, ReadoutWord};
+use crate::score::{Curve, Readout, score_at};
+use crate::segment::percentiles;
+
+/// A readout at a horizon, and what its percentile weighs.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Term {
+    readout: Readout,
+    horizon: u32,
+    weight: f64,
+}
+
+/// What an edge is judged by.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Recipe {
+    /// Ordered by readout, then horizon: the order of the sum.
+    terms: Vec<Term>,
+    skip: u32,
+}
+
+/// Curves of a readout, one per candidate, and the window they were scored with.
+pub(super) type ReadoutCurves = (Readout, Vec<Curve>, u32);
+
+/// A key of `segment.utility`: a readout, `@`, a horizon in tokens; without a suffix the horizon is `window`.
+pub(super) fn parse_term(key: &str, window: u32) -> Result<(ReadoutWord, u32), String> {
+    let (word, horizon) = key.split_once('@').map_or((key, None), |(word, horizon)| (word, Some(horizon)));
+    let readout = ReadoutWord::parse(word).ok_or_else(|| format!("{word:?} is no readout (rr, lr, kl)"))?;
+    let horizon = match horizon {
+        None => window,
+        Some(text) => text.parse().map_err(|_| format!("{key:?}: {text:?} is no number of tokens"))?,
+    };
+    if horizon != window && (horizon == 0 || horizon > window || !horizon.is_multiple_of(8)) {
+        return Err(format!("{key:?}: a horizon is a multiple of 8 up to score.window ({window}), or score.window itself"));
+    }
+    Ok((readout, horizon))
+}
+
+impl Recipe {
+    /// The recipe of a valid pipeline.
+    pub(super) fn new(pipeline: &Pipeline) -> Self {
+        let window = pipeline.score.window;
+        let mut terms: Vec<Term> = match &pipeline.segment.utility {
+            None => {
+                pipeline.score.readouts.first().map(|r| Term { readout: r.readout(), horizon: window, weight: 1.0 }).into_iter().collect()
+            }
+            Some(weights) => weights
+                .iter()
+                .filter_map(|(key, &weight)| {
+                    parse_term(key, window).ok().map(|(r, horizon)| Term { readout: r.readout(), horizon, weight })
+                })
+                .collect(),
+        };
+        terms.sort_by_key(|t| (t.readout, t.horizon));
+        Self { terms, skip: pipeline.score.skip }
+    }
+
+    /// Scores of one readout at its full horizon, one per candidate, given how many tokens lie right of each.
+    pub(super) fn scores(&self, curves: &ReadoutCurves, horizon: u32, after: &[u32]) -> Vec<f32> {
+        let (readout, curves, window) = curves;
+        curves.iter().zip(after).map(|(curve, &after)| score_at(*readout, curve, (*window).min(after), self.skip, horizon)).collect()
+    }
+
+    /// The number per candidate whose percentile is its utility: the score of a single term, else the weighted sum of percentiles among
+    /// the candidates that every term scored; NaN for the others.
+    pub(super) fn combine(&self, all: &[ReadoutCurves], after: &[u32]) -> Vec<f32> {
+        let of_term = |term: &Term| match all.iter().find(|(readout, ..)| *readout == term.readout) {
+            Some(curves) => self.scores(curves, term.horizon, after),
+            None => vec![f32::NAN; after.len()],
+        };
+        let mut scores: Vec<Vec<f32>> = self.terms.iter().map(of_term).collect();
+        if scores.len() == 1 {
+            return scores.remove(0);
+        }
+        let whole: Vec<bool> = (0..after.len()).map(|i| scores.iter().all(|s| !s[i].is_nan())).collect();
+        let mut sums = vec![0.0_f64; after.len()];
+        for (scores, term) in scores.iter_mut().zip(&self.terms) {
+            scores.iter_mut().zip(&whole).filter(|(_, whole)| !**whole).for_each(|(s, _)| *s = f32::NAN);
+            sums.iter_mut().zip(percentiles(scores)).for_each(|(sum, p)| *sum += term.weight * p);
+        }
+        sums.into_iter().map(|sum| sum as f32).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn terms_are_a_readout_and_a_horizon() {
+        assert_eq!(parse_term("rr", 24), Ok((ReadoutWord::Rr, 24)));
+        assert_eq!(parse_term("lr@16", 24), Ok((ReadoutWord::Lr, 16)));
+        assert_eq!(parse_term("lr@20", 20), Ok((ReadoutWord::Lr, 20)));
+        for bad in ["xx", "rr@", "rr@20", "rr@32", "rr@0", "rr@-8"] {
+            assert!(parse_term(bad, 24).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_sum_of_percentiles_counts_edges_that_all_terms_scored() {
+        let pipeline =
+            Pipeline::parse("[score]\nreadouts = [\"rr\", \"lr\"]\nskip = 0\nwindow = 8\n[segment]\nutility = { rr = 1.0, lr = 3.0 }")
+                .unwrap();
+        let recipe = Recipe::new(&pipeline);
+        // Curves of windows of two tokens: cumulative sums at 1 and 2 tokens.
+        let rr = (Readout::Rr, vec![vec![0.0, 2.0], vec![0.0, 1.0], vec![0.0, 1.5]], 8);
+        let lr = (Readout::Lr, vec![vec![0.0, 1.0], vec![0.0, 5.0], vec![]], 8);
+        let found = recipe.combine(&[rr.clone(), lr], &[2, 2, 2]);
+        assert_eq!(found[..2], [1.0 + 3.0, 0.5 + 1.5]);
+        assert!(found[2].is_nan());
+        let alone = Recipe::new(&Pipeline::parse("[score]\nskip = 0\nwindow = 8").unwrap());
+        assert_eq!(alone.combine(&[rr], &[2, 2, 2]), [1.0, 0.5, 0.75]);
+    }
+}
