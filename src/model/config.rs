@@ -11,11 +11,12 @@ use super::gpt_neox::{GptNeox, GptNeoxConfig};
 use super::gpt2::{Gpt2, Gpt2Config};
 use super::llama::{Llama, LlamaConfig};
 use super::ops::{Activation, RotaryScaling};
+use super::qwen3_5::{Qwen35, Qwen35Config};
 use super::weights::{Weights, checkpoint};
 use super::{Load, ModelError, Trunk, qwen2, qwen3};
 
 /// Architectures that can be loaded from a hub directory.
-const HUB: &str = "llama, qwen2, qwen3, gpt2, gpt_neox";
+const HUB: &str = "llama, qwen2, qwen3, gpt2, gpt_neox, qwen3_5";
 /// Architectures that can be loaded from a GGUF file.
 const GGUF: &str = "llama, qwen2, qwen3, gpt2";
 
@@ -26,6 +27,7 @@ pub(super) enum Config {
     Llama(LlamaConfig),
     Gpt2(Gpt2Config),
     GptNeox(GptNeoxConfig),
+    Qwen35(Qwen35Config),
 }
 
 impl Config {
@@ -35,6 +37,7 @@ impl Config {
             Self::Llama(c) => c.layers,
             Self::Gpt2(c) => c.layers,
             Self::GptNeox(c) => c.layers,
+            Self::Qwen35(c) => c.layers,
         }
     }
 
@@ -44,6 +47,7 @@ impl Config {
             Self::Llama(c) => c.context,
             Self::Gpt2(c) => c.context,
             Self::GptNeox(c) => c.context,
+            Self::Qwen35(c) => c.context,
         }
     }
 
@@ -53,6 +57,7 @@ impl Config {
             Self::Llama(config) => Arc::new(Llama::load(config, weights, load)?),
             Self::Gpt2(config) => Arc::new(Gpt2::load(config, weights, load)?),
             Self::GptNeox(config) => Arc::new(GptNeox::load(config, weights, load)?),
+            Self::Qwen35(config) => Arc::new(Qwen35::load(config, weights, load)?),
         })
     }
 
@@ -72,6 +77,7 @@ impl Config {
             "qwen3" => Self::Llama(qwen3::from_hub(&json)?),
             "gpt2" => Self::Gpt2(Gpt2Config::from_hub(&json)?),
             "gpt_neox" => Self::GptNeox(GptNeoxConfig::from_hub(&json)?),
+            "qwen3_5" | "qwen3_5_text" => Self::Qwen35(Qwen35Config::from_hub(&json)?),
             other => return Err(checkpoint(path, format!("model_type {other:?} is not supported (supported: {HUB})"))),
         };
         Ok((kind, config))

@@ -10,10 +10,11 @@ mod llama;
 pub mod ops;
 mod qwen2;
 mod qwen3;
+mod qwen3_5;
 mod registry;
 mod weights;
 
-use ops::{AttentionScratch, Buffer, FeedForwardScratch, Head};
+use ops::{AttentionScratch, Buffer, DeltaScratch, FeedForwardScratch, Head};
 pub(crate) use registry::user_cache;
 pub use registry::{BUILT_IN, BuiltIn, Identity, ModelPath, fetch, identity, load_tokenizer, load_trunk, models_dir, resolve};
 
@@ -142,6 +143,9 @@ pub struct Scratch {
     pub(crate) attended: Buffer,
     pub(crate) normed: Buffer,
     pub(crate) feed_forward: FeedForwardScratch,
+    pub(crate) gates: Buffer,
+    pub(crate) steps: Buffer,
+    pub(crate) delta: DeltaScratch,
     pub(crate) attention: AttentionScratch,
 }
 

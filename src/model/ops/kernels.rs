@@ -312,6 +312,7 @@ fn fma<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
 macro_rules! dispatched {
     ($(#[$meta:meta])* fn $name:ident($($arg:ident: $ty:ty),*) $(-> $ret:ty)? = $body:ident) => {
         $(#[$meta])*
+        #[allow(clippy::too_many_arguments)]
         pub(super) fn $name(isa: Isa, $($arg: $ty),*) $(-> $ret)? {
             #[cfg(target_arch = "x86_64")]
             {
@@ -356,6 +357,19 @@ dispatched! {
 dispatched! {
     /// Activates each number in place.
     fn activate(activation: Activation, x: &mut [f32]) = activate_body
+}
+dispatched! {
+    /// `x *= activation(gate)`, or `x *= sigmoid(gate)` without one.
+    fn mul_gate(activation: Option<Activation>, gate: &[f32], x: &mut [f32]) = mul_gate_body
+}
+dispatched! {
+    /// `sum += x * weights`.
+    fn multiply_add(x: &[f32], weights: &[f32], sum: &mut [f32]) = multiply_add_body
+}
+dispatched! {
+    /// One step of the delta rule on a state of `k.len()` rows of `v.len()` numbers: it decays, learns `v` at `k` as far as `beta` says,
+    /// and is read at `q`. `delta` is a buffer of `v.len()` numbers.
+    fn delta_step(state: &mut [f32], q: &[f32], k: &[f32], v: &[f32], decay: f32, beta: f32, delta: &mut [f32], out: &mut [f32]) = delta_step_body
 }
 dispatched! {
     /// `cap * tanh(x / cap)` in place.
@@ -535,6 +549,54 @@ fn gate_body<const F: bool>(activation: Activation, x: &[f32], out: &mut [f32]) 
     activation.apply::<F>(out);
     for (out, u) in out.iter_mut().zip(up) {
         *out *= u;
+    }
+}
+
+#[inline(always)]
+fn mul_gate_body<const F: bool>(activation: Option<Activation>, gate: &[f32], x: &mut [f32]) {
+    match activation {
+        None => x.iter_mut().zip(gate).for_each(|(x, g)| *x *= sigmoid::<F>(*g)),
+        Some(Activation::Silu) => x.iter_mut().zip(gate).for_each(|(x, g)| *x *= silu::<F>(*g)),
+        Some(Activation::Gelu) => x.iter_mut().zip(gate).for_each(|(x, g)| *x *= gelu::<F>(*g)),
+        Some(Activation::GeluTanh) => x.iter_mut().zip(gate).for_each(|(x, g)| *x *= gelu_tanh::<F>(*g)),
+    }
+}
+
+#[inline(always)]
+fn multiply_add_body<const F: bool>(x: &[f32], weights: &[f32], sum: &mut [f32]) {
+    for ((sum, x), w) in sum.iter_mut().zip(x).zip(weights) {
+        *sum = fma::<F>(*x, *w, *sum);
+    }
+}
+
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+fn delta_step_body<const F: bool>(
+    state: &mut [f32],
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    decay: f32,
+    beta: f32,
+    delta: &mut [f32],
+    out: &mut [f32],
+) {
+    delta.fill(0.0);
+    for (row, k) in state.chunks_exact_mut(v.len()).zip(k) {
+        for (s, known) in row.iter_mut().zip(delta.iter_mut()) {
+            *s *= decay;
+            *known = fma::<F>(*s, *k, *known);
+        }
+    }
+    for (delta, v) in delta.iter_mut().zip(v) {
+        *delta = (v - *delta) * beta;
+    }
+    out.fill(0.0);
+    for ((row, k), q) in state.chunks_exact_mut(v.len()).zip(k).zip(q) {
+        for ((s, delta), out) in row.iter_mut().zip(delta.iter()).zip(out.iter_mut()) {
+            *s = fma::<F>(*k, *delta, *s);
+            *out = fma::<F>(*s, *q, *out);
+        }
     }
 }
 

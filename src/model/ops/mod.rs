@@ -5,6 +5,7 @@
 #[cfg(target_arch = "x86_64")]
 mod amx;
 mod attention;
+mod delta;
 mod head;
 mod kernels;
 mod memory;
@@ -12,6 +13,7 @@ mod memory;
 use std::cell::RefCell;
 
 pub use attention::{AttentionScratch, AttentionShape, causal_attention};
+pub use delta::{DeltaScratch, DeltaShape, ShortConvolution, gated_delta};
 pub use head::{Head, HeadScratch};
 pub use kernels::Activation;
 
@@ -309,6 +311,16 @@ impl LayerNorm {
     }
 }
 
+/// `x *= sigmoid(gate)`.
+pub fn mul_sigmoid(gate: &[f32], x: &mut [f32]) {
+    kernels::mul_gate(Isa::best(), None, gate, x);
+}
+
+/// `x *= silu(gate)`.
+pub fn mul_silu(gate: &[f32], x: &mut [f32]) {
+    kernels::mul_gate(Isa::best(), Some(Activation::Silu), gate, x);
+}
+
 /// Cosine of two vectors, in [-1, 1] up to rounding; each norm is at least 1e-8, as in PyTorch.
 #[must_use]
 pub fn cosine(a: &[f32], b: &[f32]) -> f64 {
@@ -391,6 +403,56 @@ impl Rotary {
         let (cos, sin) = (&self.cos[at..at + self.half], &self.sin[at..at + self.half]);
         for head in row.chunks_exact_mut(self.head_dim).take(heads) {
             kernels::rotate(Isa::best(), &mut head[..2 * self.half], cos, sin);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::kernels::floats;
+    use super::*;
+
+    #[test]
+    fn gated_layers_match_f64_on_ragged_shapes_and_rows_are_independent() {
+        // More inputs and a wider layer than go through the tile unit in one go, and shapes that fill no tile.
+        for (inputs, width, rows) in [(40, 50, 70), (33, 900, 5), (1600, 17, 33), (16, 16, 1)] {
+            let scaled = |n: usize, seed: u64| floats(n, seed).into_iter().map(|v| v * 0.2).collect::<Vec<f32>>();
+            let (gate, up, down) = (scaled(width * inputs, 1), scaled(width * inputs, 2), scaled(width * inputs, 3));
+            let (x, bias, down_bias) = (scaled(rows * inputs, 4), scaled(2 * width, 5), scaled(inputs, 6));
+            for activation in [Activation::Silu, Activation::GeluTanh] {
+                let layer = GatedFeedForward::pack(
+                    inputs,
+                    activation,
+                    [gate.clone(), up.clone()],
+                    Some(bias.clone()),
+                    down.clone(),
+                    Some(down_bias.clone()),
+                );
+                let layer = layer.unwrap();
+                let mut scratch = FeedForwardScratch::default();
+                let mut out = vec![1.0; rows * inputs];
+                layer.add(&x, &mut out, &mut scratch);
+                for r in [0, rows / 2, rows - 1] {
+                    let x = &x[r * inputs..][..inputs];
+                    let product = |w: &[f32], x: &[f64]| w.iter().zip(x).map(|(w, x)| f64::from(*w) * x).sum::<f64>();
+                    let wide: Vec<f64> = x.iter().map(|v| f64::from(*v)).collect();
+                    let inner: Vec<f64> = (0..width)
+                        .map(|j| {
+                            let g = product(&gate[j * inputs..][..inputs], &wide) + f64::from(bias[j]);
+                            let u = product(&up[j * inputs..][..inputs], &wide) + f64::from(bias[width + j]);
+                            let tanh = ((2.0 / std::f64::consts::PI).sqrt() * (g + 0.044_715 * g.powi(3))).tanh();
+                            u * if activation == Activation::Silu { g / (1.0 + (-g).exp()) } else { 0.5 * g * (1.0 + tanh) }
+                        })
+                        .collect();
+                    for c in [0, inputs / 2, inputs - 1] {
+                        let exact = 1.0 + f64::from(down_bias[c]) + product(&down[c * width..][..width], &inner);
+                        assert!((f64::from(out[r * inputs + c]) - exact).abs() < 2e-5, "{inputs} {width} {r} {c}");
+                    }
+                    let mut alone = vec![1.0; inputs];
+                    layer.add(x, &mut alone, &mut scratch);
+                    assert_eq!(alone, out[r * inputs..][..inputs]);
+                }
+            }
         }
     }
 }
