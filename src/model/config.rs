@@ -7,6 +7,7 @@ use candle_core::quantized::gguf_file;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::gemma4::{Gemma4, Gemma4Config};
 use super::gpt_neox::{GptNeox, GptNeoxConfig};
 use super::gpt2::{Gpt2, Gpt2Config};
 use super::llama::{Llama, LlamaConfig};
@@ -16,7 +17,7 @@ use super::weights::{Weights, checkpoint};
 use super::{Load, ModelError, Trunk, qwen2, qwen3};
 
 /// Architectures that can be loaded from a hub directory.
-const HUB: &str = "llama, qwen2, qwen3, gpt2, gpt_neox, qwen3_5";
+const HUB: &str = "llama, qwen2, qwen3, gpt2, gpt_neox, gemma4, qwen3_5";
 /// Architectures that can be loaded from a GGUF file.
 const GGUF: &str = "llama, qwen2, qwen3, gpt2";
 
@@ -28,6 +29,7 @@ pub(super) enum Config {
     Gpt2(Gpt2Config),
     GptNeox(GptNeoxConfig),
     Qwen35(Qwen35Config),
+    Gemma4(Gemma4Config),
 }
 
 impl Config {
@@ -38,6 +40,7 @@ impl Config {
             Self::Gpt2(c) => c.layers,
             Self::GptNeox(c) => c.layers,
             Self::Qwen35(c) => c.layers,
+            Self::Gemma4(c) => c.layers.len(),
         }
     }
 
@@ -48,6 +51,7 @@ impl Config {
             Self::Gpt2(c) => c.context,
             Self::GptNeox(c) => c.context,
             Self::Qwen35(c) => c.context,
+            Self::Gemma4(c) => c.context,
         }
     }
 
@@ -58,6 +62,7 @@ impl Config {
             Self::Gpt2(config) => Arc::new(Gpt2::load(config, weights, load)?),
             Self::GptNeox(config) => Arc::new(GptNeox::load(config, weights, load)?),
             Self::Qwen35(config) => Arc::new(Qwen35::load(config, weights, load)?),
+            Self::Gemma4(config) => Arc::new(Gemma4::load(config, weights, load)?),
         })
     }
 
@@ -78,6 +83,7 @@ impl Config {
             "gpt2" => Self::Gpt2(Gpt2Config::from_hub(&json)?),
             "gpt_neox" => Self::GptNeox(GptNeoxConfig::from_hub(&json)?),
             "qwen3_5" | "qwen3_5_text" => Self::Qwen35(Qwen35Config::from_hub(&json)?),
+            "gemma4" | "gemma4_text" => Self::Gemma4(Gemma4Config::from_hub(&json)?),
             other => return Err(checkpoint(path, format!("model_type {other:?} is not supported (supported: {HUB})"))),
         };
         Ok((kind, config))

@@ -4,6 +4,7 @@
 //! pass. Promises: the bits of a sequence do not depend on what else is in the batch. Knows nothing of documents.
 
 mod config;
+mod gemma4;
 mod gpt2;
 mod gpt_neox;
 mod llama;
@@ -143,6 +144,10 @@ pub struct Scratch {
     pub(crate) attended: Buffer,
     pub(crate) normed: Buffer,
     pub(crate) feed_forward: FeedForwardScratch,
+    /// Embeddings, for layers that come back to them.
+    pub(crate) start: Buffer,
+    /// Keys and values that later layers use again, of sliding and of full ones.
+    pub(crate) shared: [Buffer; 2],
     pub(crate) gates: Buffer,
     pub(crate) steps: Buffer,
     pub(crate) delta: DeltaScratch,

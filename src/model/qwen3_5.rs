@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::config::{Json, Rope};
 use super::ops::{
     Activation, AttentionShape, DeltaShape, Embedding, GatedFeedForward, Head, Linear, Output, ROW_TILE, RmsNorm, Rotary, RotaryScaling,
-    ShortConvolution, causal_attention, gated_delta, mul_sigmoid, mul_silu,
+    ShortConvolution, causal_attention, gated_delta, mul_activated, mul_sigmoid,
 };
 use super::weights::Weights;
 use super::{Batch, Load, ModelError, Scratch, Shape, Tap, Trunk, run_blocks};
@@ -296,7 +296,7 @@ impl Qwen35 {
         }
         for (mixed, gates) in mixed.chunks_exact_mut(values).zip(gates.chunks_exact(gate_width)) {
             delta.norm.in_place(mixed);
-            mul_silu(&gates[..values], mixed);
+            mul_activated(Activation::Silu, &gates[..values], mixed);
         }
     }
 }

@@ -12,6 +12,7 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
 use super::ModelError;
+use super::ops::Numbers;
 
 fn io(path: &Path) -> impl FnOnce(std::io::Error) -> ModelError + '_ {
     move |source| ModelError::Io { path: path.display().to_string(), source }
@@ -167,21 +168,32 @@ impl Weights {
                     _ => values,
                 })
             }
-            Source::Hub { files, tensors, prefix } => {
-                let tensor = tensors.get(name).ok_or_else(|| fail(format!("tensor {prefix}{name} is missing")))?;
-                if tensor.shape != shape {
-                    return Err(fail(format!("tensor {prefix}{name} has shape {:?}, expected {shape:?}", tensor.shape)));
-                }
-                let mut bytes = vec![0; tensor.bytes];
-                files[tensor.file].read_exact_at(&mut bytes, tensor.offset).map_err(|e| fail(format!("tensor {name}: {e}")))?;
-                let pairs = || bytes.as_chunks::<2>().0.iter();
-                match tensor.dtype {
-                    Dtype::F32 => Ok(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()),
-                    Dtype::F16 => Ok(pairs().map(|b| half::f16::from_le_bytes(*b).to_f32()).collect()),
-                    Dtype::BF16 => Ok(pairs().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect()),
-                    other => Err(fail(format!("tensor {prefix}{name} is stored as {other:?}; f32, f16 and bf16 can be read"))),
-                }
-            }
+            Source::Hub { .. } => Ok(match self.get_numbers(name, shape)? {
+                Numbers::F32(values) => values,
+                Numbers::F16(values) => values.into_iter().map(half::f16::to_f32).collect(),
+                Numbers::Bf16(values) => values.into_iter().map(half::bf16::to_f32).collect(),
+            }),
+        }
+    }
+
+    /// Reads a tensor as it is stored, where that is a format of [`Numbers`].
+    pub(super) fn get_numbers(&mut self, name: &str, shape: &[usize]) -> Result<Numbers, ModelError> {
+        let Source::Hub { files, tensors, prefix } = &self.source else {
+            return self.get(name, shape).map(Numbers::F32);
+        };
+        let fail = |reason: String| checkpoint(&self.path, reason);
+        let tensor = tensors.get(name).ok_or_else(|| fail(format!("tensor {prefix}{name} is missing")))?;
+        if tensor.shape != shape {
+            return Err(fail(format!("tensor {prefix}{name} has shape {:?}, expected {shape:?}", tensor.shape)));
+        }
+        let mut bytes = vec![0; tensor.bytes];
+        files[tensor.file].read_exact_at(&mut bytes, tensor.offset).map_err(|e| fail(format!("tensor {name}: {e}")))?;
+        let pairs = || bytes.as_chunks::<2>().0.iter();
+        match tensor.dtype {
+            Dtype::F32 => Ok(Numbers::F32(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect())),
+            Dtype::F16 => Ok(Numbers::F16(pairs().map(|b| half::f16::from_le_bytes(*b)).collect())),
+            Dtype::BF16 => Ok(Numbers::Bf16(pairs().map(|b| half::bf16::from_le_bytes(*b)).collect())),
+            other => Err(fail(format!("tensor {prefix}{name} is stored as {other:?}; f32, f16 and bf16 can be read"))),
         }
     }
 }

@@ -228,17 +228,54 @@ impl FeedForward {
     }
 }
 
+/// Numbers as a checkpoint stores them.
+#[derive(Debug, Clone)]
+pub enum Numbers {
+    /// 32-bit floats.
+    F32(Vec<f32>),
+    /// IEEE half precision.
+    F16(Vec<half::f16>),
+    /// The upper half of 32-bit floats.
+    Bf16(Vec<half::bf16>),
+}
+
+impl Numbers {
+    fn len(&self) -> usize {
+        match self {
+            Self::F32(v) => v.len(),
+            Self::F16(v) => v.len(),
+            Self::Bf16(v) => v.len(),
+        }
+    }
+
+    /// Writes `out.len()` numbers from `start` on.
+    fn read(&self, start: usize, out: &mut [f32]) {
+        let range = start..start + out.len();
+        match self {
+            Self::F32(v) => out.copy_from_slice(&v[range]),
+            Self::F16(v) => out.iter_mut().zip(&v[range]).for_each(|(out, v)| *out = v.to_f32()),
+            Self::Bf16(v) => out.iter_mut().zip(&v[range]).for_each(|(out, v)| *out = v.to_f32()),
+        }
+    }
+}
+
 /// Token embeddings: `vocab x hidden`.
 #[derive(Debug, Clone)]
 pub struct Embedding {
     hidden: usize,
-    table: Vec<f32>,
+    table: Numbers,
 }
 
 impl Embedding {
     /// Takes a table of rows of `hidden` floats.
     #[must_use]
     pub fn new(hidden: usize, table: Vec<f32>) -> Self {
+        Self { hidden, table: Numbers::F32(table) }
+    }
+
+    /// Takes a table of rows of `hidden` numbers as they are stored.
+    #[must_use]
+    pub fn from_numbers(hidden: usize, table: Numbers) -> Self {
         Self { hidden, table }
     }
 
@@ -247,11 +284,20 @@ impl Embedding {
     /// # Errors
     /// [`ModelError::TokenId`] for an id outside the table.
     pub fn forward(&self, ids: &[u32], out: &mut [f32]) -> Result<(), ModelError> {
-        for (row, &id) in out.chunks_exact_mut(self.hidden).zip(ids) {
-            let start = id as usize * self.hidden;
-            let source =
-                self.table.get(start..start + self.hidden).ok_or(ModelError::TokenId { id, vocab: self.table.len() / self.hidden })?;
-            row.copy_from_slice(source);
+        self.forward_part(ids, 0, out)
+    }
+
+    /// Writes a part of the embedding of each id, from number `start` on, into a row of `out`: as much as a row takes.
+    ///
+    /// # Errors
+    /// [`ModelError::TokenId`] for an id outside the table.
+    pub fn forward_part(&self, ids: &[u32], start: usize, out: &mut [f32]) -> Result<(), ModelError> {
+        let (vocab, width) = (self.table.len() / self.hidden, out.len() / ids.len().max(1));
+        for (row, &id) in out.chunks_exact_mut(width.max(1)).zip(ids) {
+            if id as usize >= vocab {
+                return Err(ModelError::TokenId { id, vocab });
+            }
+            self.table.read(id as usize * self.hidden + start, row);
         }
         Ok(())
     }
@@ -316,9 +362,9 @@ pub fn mul_sigmoid(gate: &[f32], x: &mut [f32]) {
     kernels::mul_gate(Isa::best(), None, gate, x);
 }
 
-/// `x *= silu(gate)`.
-pub fn mul_silu(gate: &[f32], x: &mut [f32]) {
-    kernels::mul_gate(Isa::best(), Some(Activation::Silu), gate, x);
+/// `x *= activation(gate)`.
+pub fn mul_activated(activation: Activation, gate: &[f32], x: &mut [f32]) {
+    kernels::mul_gate(Isa::best(), Some(activation), gate, x);
 }
 
 /// Cosine of two vectors, in [-1, 1] up to rounding; each norm is at least 1e-8, as in PyTorch.
