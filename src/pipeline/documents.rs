@@ -607,7 +607,7 @@ fn edge_fields(identity: &Identity, policy: EdgePolicy) -> Vec<(&'static str, St
         ("segmenter", SEGMENTER_VERSION.into()),
         ("grid", policy.grid.to_string()),
         ("sentence_ends", policy.sentence_ends.to_string()),
-        ("policy_revision", "1".into()),
+        ("policy_revision", "2".into()),
     ]
 }
 

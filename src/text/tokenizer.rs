@@ -4,6 +4,7 @@ use std::path::Path;
 
 use candle_core::quantized::gguf_file;
 use tokenizers::models::bpe::{BPE, Vocab};
+use tokenizers::normalizers::NFC;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::digits::Digits;
 use tokenizers::pre_tokenizers::sequence::Sequence;
@@ -96,9 +97,15 @@ impl Tokenizer {
             })
             .collect::<Result<Vec<_>, _>>()?;
         let vocab: Vocab = tokens.iter().enumerate().map(|(i, t)| (t.clone(), i as u32)).collect();
-        let bpe = BPE::builder().vocab_and_merges(vocab, merges).build().map_err(|e| fail(e.to_string()))?;
+        let pre = word("tokenizer.ggml.pre");
+        // Llama 3 takes a word that is a token whole, whatever its merges say.
+        let whole_words = matches!(pre.as_str(), "llama3" | "llama-bpe");
+        let bpe = BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(whole_words).build().map_err(|e| fail(e.to_string()))?;
         let mut inner = tokenizers::Tokenizer::new(bpe);
-        inner.with_pre_tokenizer(Some(pre_tokenizer(&word("tokenizer.ggml.pre")).map_err(fail)?));
+        inner.with_pre_tokenizer(Some(pre_tokenizer(&pre).map_err(fail)?));
+        if matches!(pre.as_str(), "qwen2" | "deepseek-r1-qwen") {
+            inner.with_normalizer(Some(NFC)).map_err(|e| fail(e.to_string()))?;
+        }
 
         // Token types: 3 is a control token, 4 a user-defined one; both are matched in the text before anything else.
         if let Some(types) = content.metadata.get("tokenizer.ggml.token_type").and_then(|v| v.to_vec().ok()) {
@@ -200,6 +207,8 @@ fn is_space(byte: u8) -> bool {
 /// The pre-tokenizer that `tokenizer.ggml.pre` names.
 fn pre_tokenizer(pre: &str) -> Result<PreTokenizerWrapper, String> {
     const LLAMA3: &str = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    // Qwen's differs from Llama 3's in that each digit stands alone.
+    const QWEN2: &str = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
     let split = |regex: &str| -> Result<PreTokenizerWrapper, String> {
         let split =
             Split::new(SplitPattern::Regex(regex.to_owned()), SplitDelimiterBehavior::Isolated, false).map_err(|e| e.to_string())?;
@@ -211,8 +220,9 @@ fn pre_tokenizer(pre: &str) -> Result<PreTokenizerWrapper, String> {
         }
         "" | "default" | "gpt-2" => Ok(ByteLevel::new(false, true, true).into()),
         "llama3" | "llama-bpe" | "smaug-bpe" => split(LLAMA3),
+        "qwen2" | "deepseek-r1-qwen" => split(QWEN2),
         other => Err(format!(
-            "tokenizer.ggml.pre {other:?} is not known (known: smollm, gpt-2, default, llama-bpe, llama3, smaug-bpe); \
+            "tokenizer.ggml.pre {other:?} is not known (known: smollm, gpt-2, default, llama-bpe, llama3, smaug-bpe, qwen2, deepseek-r1-qwen); \
              use a hub directory with tokenizer.json instead"
         )),
     }

@@ -114,7 +114,7 @@ def main():
     parser.add_argument("output", type=pathlib.Path)
     parser.add_argument("--sizes", type=int, default=0)
     parser.add_argument("architectures", nargs="*")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     dice = random.Random(options.sizes)
 
     def draw(usual, *others):
