@@ -4,12 +4,9 @@
 use serde::{Deserialize, Serialize};
 
 use super::config::Json;
-use super::ops::{
-    Activation, AttentionShape, Embedding, GatedFeedForward, Head, Linear, Output, ROW_TILE, RmsNorm, Rotary, causal_attention,
-    mul_activated,
-};
+use super::ops::{Activation, AttentionShape, Embedding, GatedFeedForward, Head, Linear, Output, ROW_TILE, RmsNorm, Rotary, mul_activated};
 use super::weights::Weights;
-use super::{Batch, Load, ModelError, Scratch, Shape, Tap, Trunk, run_blocks};
+use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
 
 /// One layer of a Gemma 4 checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -194,11 +191,7 @@ impl Gemma4 {
         let Gemma4Config { hidden, heads, vocab, eps, per_layer, .. } = config;
         let count = config.layers.len();
         let mut table = weights.get("embed_tokens.weight", &[vocab, hidden])?;
-        let head = match (load.head, config.tied) {
-            (false, _) => None,
-            (true, true) => Some(Head::pack(hidden, &table, config.cap)?),
-            (true, false) => Some(Head::pack(hidden, &weights.get("lm_head.weight", &[vocab, hidden])?, config.cap)?),
-        };
+        let head = load_head(weights, load, (!config.tied).then_some("lm_head.weight"), &table, hidden, config.cap)?;
         let scale = (hidden as f64).sqrt() as f32;
         table.iter_mut().for_each(|v| *v *= scale);
         let per_layer_tables = if per_layer > 0 {
@@ -302,10 +295,33 @@ impl Gemma4 {
                 }
             }
         }
-        for span in batch.sequences() {
-            let out = &mut attended[span.start * q..span.end * q];
-            causal_attention(shape, &qkv[span.start * width..span.end * width], out, &mut scratch.attention);
-        }
+        attend(shape, batch, qkv, attended, &mut scratch.attention);
+    }
+}
+
+impl Architecture for Gemma4 {
+    fn shape(&self) -> Shape {
+        let Gemma4Config { hidden, context, vocab, .. } = self.config;
+        Shape { hidden, layers: self.config.layers.len(), context, vocab }
+    }
+
+    fn positions(&self) -> usize {
+        self.rotaries[0].positions()
+    }
+
+    fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    fn embedding(&self) -> &Embedding {
+        &self.embedding
+    }
+
+    fn embed(&self, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
+        let len = batch.ids.len() * self.config.hidden;
+        self.embedding.forward(&batch.ids, scratch.x.get(len))?;
+        scratch.start.get(len).copy_from_slice(scratch.x.get(len));
+        Ok(())
     }
 
     fn block(&self, index: usize, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
@@ -351,27 +367,9 @@ impl Gemma4 {
         }
         Ok(())
     }
-}
 
-impl Trunk for Gemma4 {
-    fn shape(&self) -> Shape {
-        let Gemma4Config { hidden, context, vocab, .. } = self.config;
-        Shape { hidden, layers: self.config.layers.len(), context, vocab }
-    }
-
-    fn forward(&self, batch: &Batch, taps: &[Tap], scratch: &mut Scratch) -> Result<Vec<Vec<f32>>, ModelError> {
-        batch.check_positions(self.rotaries[0].positions())?;
-        let len = batch.ids.len() * self.config.hidden;
-        self.embedding.forward(&batch.ids, scratch.x.get(len))?;
-        scratch.start.get(len).copy_from_slice(scratch.x.get(len));
-        let mut failure = None;
-        let block = |index: usize, scratch: &mut Scratch| {
-            if failure.is_none() {
-                failure = self.block(index, batch, scratch).err();
-            }
-        };
-        let states = run_blocks(batch, taps, self.blocks.len(), self.config.hidden, scratch, block, |x, out| self.norm.forward(x, out));
-        failure.map_or(Ok(states), Err)
+    fn norm(&self, x: &[f32], out: &mut [f32]) {
+        self.norm.forward(x, out);
     }
 
     fn head(&self) -> Option<&Head> {

@@ -3,9 +3,9 @@
 use serde::{Deserialize, Serialize};
 
 use super::config::{Json, Metadata};
-use super::ops::{Activation, AttentionShape, Embedding, FeedForward, Head, LayerNorm, Linear, Output, ROW_TILE, causal_attention};
+use super::ops::{Activation, AttentionShape, Embedding, FeedForward, Head, LayerNorm, Linear, Output, ROW_TILE};
 use super::weights::Weights;
-use super::{Batch, Load, ModelError, Scratch, Shape, Tap, Trunk, run_blocks};
+use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
 
 /// Sizes and constants of a GPT-2 checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -91,11 +91,7 @@ impl Gpt2 {
     pub(super) fn load(config: Gpt2Config, weights: &mut Weights, load: Load) -> Result<Self, ModelError> {
         let Gpt2Config { hidden, feed_forward, vocab, context, eps, .. } = config;
         let table = weights.get("wte.weight", &[vocab, hidden])?;
-        let head = match (load.head, config.tied) {
-            (false, _) => None,
-            (true, true) => Some(Head::pack(hidden, &table, None)?),
-            (true, false) => Some(Head::pack(hidden, &weights.get("lm_head.weight", &[vocab, hidden])?, None)?),
-        };
+        let head = load_head(weights, load, (!config.tied).then_some("lm_head.weight"), &table, hidden, None)?;
         let positions = weights.get("wpe.weight", &[context, hidden])?;
         fn norm(weights: &mut Weights, name: &str, hidden: usize, eps: f32) -> Result<LayerNorm, ModelError> {
             let mut get = |part: &str| weights.get(&format!("{name}.{part}"), &[hidden]);
@@ -124,8 +120,36 @@ impl Gpt2 {
         let (embedding, positions) = (Embedding::new(hidden, table), Embedding::new(hidden, positions));
         Ok(Self { config, embedding, positions, blocks, norm, head })
     }
+}
 
-    fn block(&self, layer: usize, batch: &Batch, scratch: &mut Scratch) {
+impl Architecture for Gpt2 {
+    fn shape(&self) -> Shape {
+        let Gpt2Config { hidden, layers, context, vocab, .. } = self.config;
+        Shape { hidden, layers, context, vocab }
+    }
+
+    fn positions(&self) -> usize {
+        self.config.context
+    }
+
+    fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    fn embedding(&self) -> &Embedding {
+        &self.embedding
+    }
+
+    fn embed(&self, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
+        let len = batch.ids.len() * self.config.hidden;
+        self.embedding.forward(&batch.ids, scratch.x.get(len))?;
+        let positions = scratch.attended.get(len);
+        self.positions.forward(&batch.positions, positions)?;
+        scratch.x.get(len).iter_mut().zip(positions).for_each(|(x, p)| *x += *p);
+        Ok(())
+    }
+
+    fn block(&self, layer: usize, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
         let (c, block) = (&self.config, &self.blocks[layer]);
         let tokens = batch.ids.len();
         let head_dim = c.hidden / c.heads;
@@ -142,34 +166,18 @@ impl Gpt2 {
             block.attention_norm.forward(x, normed);
             block.qkv.forward(normed, qkv, Output::Set);
         }
-        for span in batch.sequences() {
-            let out = &mut attended[span.start * c.hidden..span.end * c.hidden];
-            causal_attention(shape, &qkv[span.start * width..span.end * width], out, &mut scratch.attention);
-        }
+        attend(shape, batch, qkv, attended, &mut scratch.attention);
         for (x, attended) in x.chunks_mut(ROW_TILE * c.hidden).zip(attended.chunks(ROW_TILE * c.hidden)) {
             let normed = &mut normed[..x.len()];
             block.output.forward(attended, x, Output::Add);
             block.feed_forward_norm.forward(x, normed);
             block.feed_forward.add(normed, x, &mut scratch.feed_forward);
         }
-    }
-}
-
-impl Trunk for Gpt2 {
-    fn shape(&self) -> Shape {
-        let Gpt2Config { hidden, layers, context, vocab, .. } = self.config;
-        Shape { hidden, layers, context, vocab }
+        Ok(())
     }
 
-    fn forward(&self, batch: &Batch, taps: &[Tap], scratch: &mut Scratch) -> Result<Vec<Vec<f32>>, ModelError> {
-        batch.check_positions(self.config.context)?;
-        let len = batch.ids.len() * self.config.hidden;
-        self.embedding.forward(&batch.ids, scratch.x.get(len))?;
-        let positions = scratch.attended.get(len);
-        self.positions.forward(&batch.positions, positions)?;
-        scratch.x.get(len).iter_mut().zip(positions).for_each(|(x, p)| *x += *p);
-        let block = |layer: usize, scratch: &mut Scratch| self.block(layer, batch, scratch);
-        Ok(run_blocks(batch, taps, self.blocks.len(), self.config.hidden, scratch, block, |x, out| self.norm.forward(x, out)))
+    fn norm(&self, x: &[f32], out: &mut [f32]) {
+        self.norm.forward(x, out);
     }
 
     fn head(&self) -> Option<&Head> {

@@ -3,11 +3,9 @@
 use serde::{Deserialize, Serialize};
 
 use super::config::{Json, Rope};
-use super::ops::{
-    Activation, AttentionShape, Embedding, FeedForward, Head, LayerNorm, Linear, Output, ROW_TILE, Rotary, RotaryScaling, causal_attention,
-};
+use super::ops::{Activation, AttentionShape, Embedding, FeedForward, Head, LayerNorm, Linear, Output, ROW_TILE, Rotary, RotaryScaling};
 use super::weights::Weights;
-use super::{Batch, Load, ModelError, Scratch, Shape, Tap, Trunk, run_blocks};
+use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
 
 /// Sizes and constants of a GPT-NeoX checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -92,11 +90,7 @@ impl GptNeox {
     pub(super) fn load(config: GptNeoxConfig, weights: &mut Weights, load: Load) -> Result<Self, ModelError> {
         let GptNeoxConfig { hidden, feed_forward, heads, vocab, eps, .. } = config;
         let table = weights.get("embed_in.weight", &[vocab, hidden])?;
-        let head = match (load.head, config.tied) {
-            (false, _) => None,
-            (true, true) => Some(Head::pack(hidden, &table, None)?),
-            (true, false) => Some(Head::pack(hidden, &weights.get("embed_out.weight", &[vocab, hidden])?, None)?),
-        };
+        let head = load_head(weights, load, (!config.tied).then_some("embed_out.weight"), &table, hidden, None)?;
         let mut blocks = Vec::new();
         for layer in 0..config.layers.min(load.depth) {
             let mut get = |name: &str, shape: &[usize]| weights.get(&format!("layers.{layer}.{name}"), shape);
@@ -135,8 +129,27 @@ impl GptNeox {
         let rotary = Rotary::new(hidden / heads, &frequencies, config.context + load.extra);
         Ok(Self { embedding: Embedding::new(hidden, table), config, blocks, norm, rotary, head })
     }
+}
 
-    fn block(&self, layer: usize, batch: &Batch, scratch: &mut Scratch) {
+impl Architecture for GptNeox {
+    fn shape(&self) -> Shape {
+        let GptNeoxConfig { hidden, layers, context, vocab, .. } = self.config;
+        Shape { hidden, layers, context, vocab }
+    }
+
+    fn positions(&self) -> usize {
+        self.rotary.positions()
+    }
+
+    fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    fn embedding(&self) -> &Embedding {
+        &self.embedding
+    }
+
+    fn block(&self, layer: usize, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
         let (c, block) = (&self.config, &self.blocks[layer]);
         let tokens = batch.ids.len();
         let head_dim = c.hidden / c.heads;
@@ -156,10 +169,7 @@ impl GptNeox {
                 self.rotary.forward(row, 2 * c.heads, position);
             }
         }
-        for span in batch.sequences() {
-            let out = &mut attended[span.start * c.hidden..span.end * c.hidden];
-            causal_attention(shape, &qkv[span.start * width..span.end * width], out, &mut scratch.attention);
-        }
+        attend(shape, batch, qkv, attended, &mut scratch.attention);
         for (x, attended) in x.chunks_mut(ROW_TILE * c.hidden).zip(attended.chunks(ROW_TILE * c.hidden)) {
             let normed = &mut normed[..x.len()];
             if c.parallel {
@@ -171,20 +181,11 @@ impl GptNeox {
             }
             block.feed_forward.add(normed, x, &mut scratch.feed_forward);
         }
-    }
-}
-
-impl Trunk for GptNeox {
-    fn shape(&self) -> Shape {
-        let GptNeoxConfig { hidden, layers, context, vocab, .. } = self.config;
-        Shape { hidden, layers, context, vocab }
+        Ok(())
     }
 
-    fn forward(&self, batch: &Batch, taps: &[Tap], scratch: &mut Scratch) -> Result<Vec<Vec<f32>>, ModelError> {
-        batch.check_positions(self.rotary.positions())?;
-        self.embedding.forward(&batch.ids, scratch.x.get(batch.ids.len() * self.config.hidden))?;
-        let block = |layer: usize, scratch: &mut Scratch| self.block(layer, batch, scratch);
-        Ok(run_blocks(batch, taps, self.blocks.len(), self.config.hidden, scratch, block, |x, out| self.norm.forward(x, out)))
+    fn norm(&self, x: &[f32], out: &mut [f32]) {
+        self.norm.forward(x, out);
     }
 
     fn head(&self) -> Option<&Head> {

@@ -7,12 +7,9 @@ use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
 use super::config::{Json, Metadata, Rope};
-use super::ops::{
-    Activation, AttentionShape, Embedding, GatedFeedForward, Head, Linear, Output, ROW_TILE, RmsNorm, Rotary, RotaryScaling,
-    causal_attention,
-};
+use super::ops::{Activation, AttentionShape, Embedding, GatedFeedForward, Head, Linear, Output, ROW_TILE, RmsNorm, Rotary, RotaryScaling};
 use super::weights::Weights;
-use super::{Batch, Load, ModelError, Scratch, Shape, Tap, Trunk, run_blocks};
+use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
 
 /// Sizes and constants of a llama checkpoint, from `config.json` or GGUF metadata.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -135,11 +132,7 @@ impl Llama {
         let LlamaConfig { hidden, feed_forward, heads, kv_heads, head_dim, vocab, .. } = config;
         let (q, kv) = (heads * head_dim, kv_heads * head_dim);
         let table = weights.get("embed_tokens.weight", &[vocab, hidden])?;
-        let head = match (load.head, config.tied) {
-            (false, _) => None,
-            (true, true) => Some(Head::pack(hidden, &table, None)?),
-            (true, false) => Some(Head::pack(hidden, &weights.get("lm_head.weight", &[vocab, hidden])?, None)?),
-        };
+        let head = load_head(weights, load, (!config.tied).then_some("lm_head.weight"), &table, hidden, None)?;
         let mut blocks = Vec::new();
         for layer in 0..config.layers.min(load.depth) {
             let mut get = |name: &str, shape: &[usize]| weights.get(&format!("layers.{layer}.{name}"), shape);
@@ -184,8 +177,27 @@ impl Llama {
         let rotary = Rotary::new(head_dim, &config.scaling.frequencies(head_dim, config.theta), config.context + load.extra);
         Ok(Self { embedding: Embedding::new(hidden, table), config, blocks, norm, rotary, head })
     }
+}
 
-    fn block(&self, layer: usize, batch: &Batch, scratch: &mut Scratch) {
+impl Architecture for Llama {
+    fn shape(&self) -> Shape {
+        let LlamaConfig { hidden, layers, context, vocab, .. } = self.config;
+        Shape { hidden, layers, context, vocab }
+    }
+
+    fn positions(&self) -> usize {
+        self.rotary.positions()
+    }
+
+    fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    fn embedding(&self) -> &Embedding {
+        &self.embedding
+    }
+
+    fn block(&self, layer: usize, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
         let (c, block) = (&self.config, &self.blocks[layer]);
         let tokens = batch.ids.len();
         let scale = 1.0 / (c.head_dim as f32).sqrt();
@@ -212,30 +224,18 @@ impl Llama {
                 self.rotary.forward(row, c.heads + c.kv_heads, position);
             }
         }
-        for span in batch.sequences() {
-            let out = &mut attended[span.start * attended_width..span.end * attended_width];
-            causal_attention(shape, &qkv[span.start * width..span.end * width], out, &mut scratch.attention);
-        }
+        attend(shape, batch, qkv, attended, &mut scratch.attention);
         for (x, attended) in x.chunks_mut(ROW_TILE * c.hidden).zip(attended.chunks(ROW_TILE * attended_width)) {
             let normed = &mut normed[..x.len()];
             block.output.forward(attended, x, Output::Add);
             block.feed_forward_norm.forward(x, normed);
             block.feed_forward.add(normed, x, &mut scratch.feed_forward);
         }
-    }
-}
-
-impl Trunk for Llama {
-    fn shape(&self) -> Shape {
-        let LlamaConfig { hidden, layers, context, vocab, .. } = self.config;
-        Shape { hidden, layers, context, vocab }
+        Ok(())
     }
 
-    fn forward(&self, batch: &Batch, taps: &[Tap], scratch: &mut Scratch) -> Result<Vec<Vec<f32>>, ModelError> {
-        batch.check_positions(self.rotary.positions())?;
-        self.embedding.forward(&batch.ids, scratch.x.get(batch.ids.len() * self.config.hidden))?;
-        let block = |layer: usize, scratch: &mut Scratch| self.block(layer, batch, scratch);
-        Ok(run_blocks(batch, taps, self.blocks.len(), self.config.hidden, scratch, block, |x, out| self.norm.forward(x, out)))
+    fn norm(&self, x: &[f32], out: &mut [f32]) {
+        self.norm.forward(x, out);
     }
 
     fn head(&self) -> Option<&Head> {

@@ -15,9 +15,10 @@ mod qwen3_5;
 mod registry;
 mod weights;
 
-use ops::{AttentionScratch, Buffer, DeltaScratch, FeedForwardScratch, Head};
+use ops::{AttentionScratch, AttentionShape, Buffer, DeltaScratch, Embedding, FeedForwardScratch, Head, causal_attention};
 pub(crate) use registry::user_cache;
 pub use registry::{BUILT_IN, BuiltIn, Identity, ModelPath, fetch, identity, load_tokenizer, load_trunk, models_dir, resolve};
+use weights::Weights;
 
 /// What can go wrong with a model.
 #[derive(Debug, thiserror::Error)]
@@ -109,14 +110,6 @@ impl Batch {
         self.ends.push(self.ids.len());
     }
 
-    /// Refuses a position that a model of `positions` does not have.
-    fn check_positions(&self, positions: usize) -> Result<(), ModelError> {
-        match self.positions.iter().find(|&&p| p as usize >= positions) {
-            Some(&position) => Err(ModelError::Position { position, context: positions }),
-            None => Ok(()),
-        }
-    }
-
     /// Token ranges of the sequences.
     pub fn sequences(&self) -> impl Iterator<Item = std::ops::Range<usize>> + '_ {
         self.ends.iter().scan(0, |start, &end| Some(std::mem::replace(start, end)..end))
@@ -180,36 +173,96 @@ pub trait Trunk: Send + Sync {
     fn head(&self) -> Option<&Head>;
 }
 
-/// Runs blocks on the embeddings in `scratch.x` and collects what is tapped.
-fn run_blocks(
-    batch: &Batch,
-    taps: &[Tap],
-    loaded: usize,
+/// The output head, if it is asked for: the tensor `untied`, or the embeddings where there is none.
+fn load_head(
+    weights: &mut Weights,
+    load: Load,
+    untied: Option<&str>,
+    embeddings: &[f32],
     hidden: usize,
-    scratch: &mut Scratch,
-    mut block: impl FnMut(usize, &mut Scratch),
-    norm: impl Fn(&[f32], &mut [f32]),
-) -> Vec<Vec<f32>> {
-    let depth = |tap: &Tap| match tap {
-        Tap::Layer(layer) => (*layer).min(loaded),
-        Tap::Final => loaded,
-    };
-    let last = taps.iter().map(depth).max().unwrap_or(0);
-    let mut states = vec![Vec::new(); taps.len()];
-    for layer in 0..=last {
-        if layer > 0 {
-            block(layer - 1, scratch);
+    cap: Option<f32>,
+) -> Result<Option<Head>, ModelError> {
+    match (load.head, untied) {
+        (false, _) => Ok(None),
+        (true, None) => Head::pack(hidden, embeddings, cap).map(Some),
+        (true, Some(name)) => Head::pack(hidden, &weights.get(name, &[embeddings.len() / hidden, hidden])?, cap).map(Some),
+    }
+}
+
+/// Attends within each sequence of a batch: rows of queries, keys and values in, rows of heads out.
+fn attend(shape: AttentionShape, batch: &Batch, qkv: &[f32], out: &mut [f32], scratch: &mut AttentionScratch) {
+    let (inputs, outputs) = (shape.qkv(), shape.heads * shape.head_dim);
+    for span in batch.sequences() {
+        let out = &mut out[span.start * outputs..span.end * outputs];
+        causal_attention(shape, &qkv[span.start * inputs..span.end * inputs], out, scratch);
+    }
+}
+
+/// What an architecture brings; the trunk around it is the same for all.
+trait Architecture: Send + Sync {
+    /// Sizes.
+    fn shape(&self) -> Shape;
+
+    /// Positions that can be used.
+    fn positions(&self) -> usize;
+
+    /// Blocks that were loaded.
+    fn blocks(&self) -> usize;
+
+    /// Token embeddings.
+    fn embedding(&self) -> &Embedding;
+
+    /// Puts what the first block reads into `scratch.x`.
+    fn embed(&self, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
+        self.embedding().forward(&batch.ids, scratch.x.get(batch.ids.len() * self.shape().hidden))
+    }
+
+    /// Runs a block on `scratch.x`.
+    fn block(&self, layer: usize, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError>;
+
+    /// The final norm.
+    fn norm(&self, x: &[f32], out: &mut [f32]);
+
+    /// The output head, if it was loaded.
+    fn head(&self) -> Option<&Head>;
+}
+
+impl<A: Architecture> Trunk for A {
+    fn shape(&self) -> Shape {
+        Architecture::shape(self)
+    }
+
+    fn forward(&self, batch: &Batch, taps: &[Tap], scratch: &mut Scratch) -> Result<Vec<Vec<f32>>, ModelError> {
+        let (positions, hidden) = (self.positions(), Architecture::shape(self).hidden);
+        if let Some(&position) = batch.positions.iter().find(|&&p| p as usize >= positions) {
+            return Err(ModelError::Position { position, context: positions });
         }
-        let x = scratch.x.get(batch.ids.len() * hidden);
-        for (tap, out) in taps.iter().zip(&mut states).filter(|(tap, _)| depth(tap) == layer) {
-            match tap {
-                Tap::Layer(_) => *out = x.to_vec(),
-                Tap::Final => {
-                    *out = vec![0.0; x.len()];
-                    norm(x, out);
+        let depth = |tap: &Tap| match tap {
+            Tap::Layer(layer) => (*layer).min(self.blocks()),
+            Tap::Final => self.blocks(),
+        };
+        let last = taps.iter().map(depth).max().unwrap_or(0);
+        let mut states = vec![Vec::new(); taps.len()];
+        self.embed(batch, scratch)?;
+        for layer in 0..=last {
+            if layer > 0 {
+                self.block(layer - 1, batch, scratch)?;
+            }
+            let x = scratch.x.get(batch.ids.len() * hidden);
+            for (tap, out) in taps.iter().zip(&mut states).filter(|(tap, _)| depth(tap) == layer) {
+                match tap {
+                    Tap::Layer(_) => *out = x.to_vec(),
+                    Tap::Final => {
+                        *out = vec![0.0; x.len()];
+                        self.norm(x, out);
+                    }
                 }
             }
         }
+        Ok(states)
     }
-    states
+
+    fn head(&self) -> Option<&Head> {
+        Architecture::head(self)
+    }
 }

@@ -6,10 +6,10 @@ use serde::{Deserialize, Serialize};
 use super::config::{Json, Rope};
 use super::ops::{
     Activation, AttentionShape, DeltaShape, Embedding, GatedFeedForward, Head, Linear, Output, ROW_TILE, RmsNorm, Rotary, RotaryScaling,
-    ShortConvolution, causal_attention, gated_delta, mul_activated, mul_sigmoid,
+    ShortConvolution, gated_delta, mul_activated, mul_sigmoid,
 };
 use super::weights::Weights;
-use super::{Batch, Load, ModelError, Scratch, Shape, Tap, Trunk, run_blocks};
+use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
 
 /// Sizes and constants of a Qwen3.5 checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -135,11 +135,7 @@ impl Qwen35 {
         let Qwen35Config { hidden, feed_forward, heads, kv_heads, head_dim, vocab, eps, .. } = config;
         let shape = config.delta();
         let table = weights.get("embed_tokens.weight", &[vocab, hidden])?;
-        let head = match (load.head, config.tied) {
-            (false, _) => None,
-            (true, true) => Some(Head::pack(hidden, &table, None)?),
-            (true, false) => Some(Head::pack(hidden, &weights.get("lm_head.weight", &[vocab, hidden])?, None)?),
-        };
+        let head = load_head(weights, load, (!config.tied).then_some("lm_head.weight"), &table, hidden, None)?;
         // Norms around zero.
         let centred = |mut weight: Vec<f32>| {
             weight.iter_mut().for_each(|w| *w += 1.0);
@@ -208,29 +204,6 @@ impl Qwen35 {
         Ok(Self { embedding: Embedding::new(hidden, table), config, blocks, norm, rotary, head })
     }
 
-    fn block(&self, layer: usize, batch: &Batch, scratch: &mut Scratch) {
-        let (c, block) = (&self.config, &self.blocks[layer]);
-        let width = match &block.mixer {
-            Mixer::Attention(attention) => {
-                self.attend(attention, &block.norm, batch, scratch);
-                c.heads * c.head_dim
-            }
-            Mixer::Delta(delta) => {
-                self.delta(delta, &block.norm, batch, scratch);
-                c.delta().values()
-            }
-        };
-        let tokens = batch.ids.len();
-        let (x, mixed) = (scratch.x.get(tokens * c.hidden), scratch.attended.get(tokens * width));
-        let normed = scratch.normed.get(ROW_TILE * c.hidden);
-        for (x, mixed) in x.chunks_mut(ROW_TILE * c.hidden).zip(mixed.chunks(ROW_TILE * width)) {
-            let normed = &mut normed[..x.len()];
-            block.output.forward(mixed, x, Output::Add);
-            block.feed_forward_norm.forward(x, normed);
-            block.feed_forward.add(normed, x, &mut scratch.feed_forward);
-        }
-    }
-
     fn attend(&self, attention: &Attention, norm: &RmsNorm, batch: &Batch, scratch: &mut Scratch) {
         let c = &self.config;
         let scale = 1.0 / (c.head_dim as f32).sqrt();
@@ -253,10 +226,7 @@ impl Qwen35 {
                 self.rotary.forward(row, c.heads + c.kv_heads, position);
             }
         }
-        for span in batch.sequences() {
-            let out = &mut attended[span.start * q..span.end * q];
-            causal_attention(shape, &qkv[span.start * width..span.end * width], out, &mut scratch.attention);
-        }
+        attend(shape, batch, qkv, attended, &mut scratch.attention);
         mul_sigmoid(gates, attended);
     }
 
@@ -301,17 +271,50 @@ impl Qwen35 {
     }
 }
 
-impl Trunk for Qwen35 {
+impl Architecture for Qwen35 {
     fn shape(&self) -> Shape {
         let Qwen35Config { hidden, layers, context, vocab, .. } = self.config;
         Shape { hidden, layers, context, vocab }
     }
 
-    fn forward(&self, batch: &Batch, taps: &[Tap], scratch: &mut Scratch) -> Result<Vec<Vec<f32>>, ModelError> {
-        batch.check_positions(self.rotary.positions())?;
-        self.embedding.forward(&batch.ids, scratch.x.get(batch.ids.len() * self.config.hidden))?;
-        let block = |layer: usize, scratch: &mut Scratch| self.block(layer, batch, scratch);
-        Ok(run_blocks(batch, taps, self.blocks.len(), self.config.hidden, scratch, block, |x, out| self.norm.forward(x, out)))
+    fn positions(&self) -> usize {
+        self.rotary.positions()
+    }
+
+    fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    fn embedding(&self) -> &Embedding {
+        &self.embedding
+    }
+
+    fn block(&self, layer: usize, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
+        let (c, block) = (&self.config, &self.blocks[layer]);
+        let width = match &block.mixer {
+            Mixer::Attention(attention) => {
+                self.attend(attention, &block.norm, batch, scratch);
+                c.heads * c.head_dim
+            }
+            Mixer::Delta(delta) => {
+                self.delta(delta, &block.norm, batch, scratch);
+                c.delta().values()
+            }
+        };
+        let tokens = batch.ids.len();
+        let (x, mixed) = (scratch.x.get(tokens * c.hidden), scratch.attended.get(tokens * width));
+        let normed = scratch.normed.get(ROW_TILE * c.hidden);
+        for (x, mixed) in x.chunks_mut(ROW_TILE * c.hidden).zip(mixed.chunks(ROW_TILE * width)) {
+            let normed = &mut normed[..x.len()];
+            block.output.forward(mixed, x, Output::Add);
+            block.feed_forward_norm.forward(x, normed);
+            block.feed_forward.add(normed, x, &mut scratch.feed_forward);
+        }
+        Ok(())
+    }
+
+    fn norm(&self, x: &[f32], out: &mut [f32]) {
+        self.norm.forward(x, out);
     }
 
     fn head(&self) -> Option<&Head> {
