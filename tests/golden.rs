@@ -326,3 +326,54 @@ fn gguf_files_hold_the_same_models() {
         assert!(states(&path) == states(&dir), "{architecture}: the GGUF file gives other states than the hub directory");
     }
 }
+
+#[test]
+fn shards_prefixes_and_half_precision_load() {
+    use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/arch/qwen3");
+    let bytes = std::fs::read(source.join("model.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let config: Value = serde_json::from_slice(&std::fs::read(source.join("config.json")).unwrap()).unwrap();
+    let mut batch = Batch::default();
+    batch.push((3..30).zip(0..));
+    let states = |path: &Path| {
+        let trunk = model::load_trunk(path, ALL).unwrap_or_else(|e| panic!("{e}"));
+        trunk.forward(&batch, &[Tap::Final], &mut Scratch::default()).unwrap().remove(0)
+    };
+    // The same numbers in f32, in one file, and in half precision, in two files of a larger model's language part.
+    for dtype in [Dtype::BF16, Dtype::F16] {
+        let rounded = |v: f32| match dtype {
+            Dtype::BF16 => half::bf16::from_f32(v).to_f32(),
+            _ => half::f16::from_f32(v).to_f32(),
+        };
+        let stored = |v: f32| match dtype {
+            Dtype::BF16 => half::bf16::from_f32(v).to_le_bytes(),
+            _ => half::f16::from_f32(v).to_le_bytes(),
+        };
+        let (plain, sharded) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (mut whole, mut shards, mut index) = (Vec::new(), [Vec::new(), Vec::new()], serde_json::Map::new());
+        for (i, (name, view)) in tensors.tensors().into_iter().enumerate() {
+            let values: Vec<f32> = view.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+            let full: Vec<u8> = values.iter().flat_map(|v| rounded(*v).to_le_bytes()).collect();
+            let half: Vec<u8> = values.iter().flat_map(|v| stored(*v)).collect();
+            let nested = name.replacen("model.", "model.language_model.", 1);
+            index.insert(nested.clone(), format!("model-0000{}-of-00002.safetensors", i % 2 + 1).into());
+            whole.push((name, full, view.shape().to_vec()));
+            shards[i % 2].push((nested, half, view.shape().to_vec()));
+        }
+        let write = |dir: &Path, file: &str, tensors: &[(String, Vec<u8>, Vec<usize>)], dtype: Dtype| {
+            let views = tensors.iter().map(|(name, data, shape)| (name, TensorView::new(dtype, shape.clone(), data).unwrap()));
+            serialize_to_file(views, None, &dir.join(file)).unwrap();
+        };
+        write(plain.path(), "model.safetensors", &whole, Dtype::F32);
+        std::fs::write(plain.path().join("config.json"), config.to_string()).unwrap();
+        for (i, shard) in shards.iter().enumerate() {
+            write(sharded.path(), &format!("model-0000{}-of-00002.safetensors", i + 1), shard, dtype);
+        }
+        let outer = serde_json::json!({ "model_type": "sees-and-reads", "text_config": config });
+        std::fs::write(sharded.path().join("config.json"), outer.to_string()).unwrap();
+        let index = serde_json::json!({ "weight_map": index });
+        std::fs::write(sharded.path().join("model.safetensors.index.json"), index.to_string()).unwrap();
+        assert!(states(sharded.path()) == states(plain.path()), "{dtype:?}");
+    }
+}

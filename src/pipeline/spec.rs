@@ -157,7 +157,8 @@ pub enum OnBadRow {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Model {
-    /// A built-in name, a GGUF file or a hub directory. A path is relative to the pipeline file.
+    /// A built-in name, a GGUF file, a hub directory, or `org/name[@revision]` of the Hugging Face hub once it is fetched. A path is relative to the pipeline
+    /// file.
     pub name: String,
     /// Precision of inference; `auto` is f32 on every machine.
     pub precision: Precision,
@@ -608,9 +609,13 @@ fn rebase(table: &mut toml::Table, folder: &Path) {
         match value {
             Some(toml::Value::Array(list)) => list.iter_mut().for_each(join),
             Some(value) if section != "model" => join(value),
-            // A model's name is a path only if it looks like one.
+            // A model's name is a path only if it looks like one: a name on the hub does too, unless there is such a file.
             Some(toml::Value::String(name)) if name.contains(['/', '.']) && Path::new(name.as_str()).is_relative() => {
-                *name = folder.join(&*name).to_string_lossy().into_owned();
+                let path = folder.join(&*name);
+                let known = crate::model::BUILT_IN.iter().any(|b| b.name == name) || crate::model::HubName::parse(name).is_some();
+                if path.exists() || !known {
+                    *name = path.to_string_lossy().into_owned();
+                }
             }
             _ => {}
         }

@@ -173,7 +173,7 @@ fn errors_say_what_and_what_next() {
     place.tool(&["run"]).fails(2, "Usage");
     place.run(&["--set", "segment.penalti=1"]).fails(1, "did you mean `penalty`?");
     place.run(&["--set", "model.name=smollm2-135m", "--models-dir", "none"]).fails(1, "right-reset models fetch smollm2-135m");
-    place.run(&["--set", "model.name=nonsense"]).fails(1, "neither a built-in name (smollm2-135m) nor an existing");
+    place.run(&["--set", "model.name=nonsense"]).fails(1, "neither a built-in name (smollm2-135m, qwen3-4b-base,");
     place.run(&["--set", "score.layer=9"]).fails(1, "block 9 does not exist");
     place.run(&["--set", "score.reset_prefix=token:<|nope|>"]).fails(1, "<|nope|>");
     place.run(&["--set", "score.reset_prefix=separator:"]).fails(1, "the separator is empty");

@@ -3,6 +3,7 @@
 
 mod commands;
 mod formats;
+mod hub;
 mod promises;
 mod schemas;
 mod tool;

@@ -124,7 +124,7 @@ pub fn json_lines(bytes: &[u8]) -> Vec<Value> {
     String::from_utf8(bytes.to_vec()).unwrap().lines().map(|l| serde_json::from_str(l).unwrap()).collect()
 }
 
-fn done(output: Output) -> Done {
+pub fn done(output: Output) -> Done {
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!stderr.contains("panicked"), "{stderr}");
     Done { code: output.status.code().unwrap_or(-1), stdout: output.stdout, stderr }

@@ -73,6 +73,9 @@ impl Weights {
         let mut split = vec![0_u16; k * PARTS];
         let mut parts = 1;
         for row in rows.clone().filter(|row| !row.is_empty()) {
+            if parts == PARTS {
+                break;
+            }
             split_parts(Isa::best(), row, &mut split);
             // Negative zero is zero too.
             let used = |part: usize| split[part * k..(part + 1) * k].iter().any(|v| v << 1 != 0);
@@ -84,11 +87,13 @@ impl Weights {
         for (column, row) in rows.enumerate().filter(|(_, row)| !row.is_empty()) {
             split_parts(Isa::best(), row, &mut split);
             let (pair, block, within) = (column / (2 * SIDE), column / SIDE % 2, column % SIDE);
-            for part in 0..parts {
-                for (i, value) in split[part * k..(part + 1) * k].iter().enumerate() {
-                    let tile = ((pair * steps + i / DEPTH) * parts + part) * 2 + block;
+            for (part, values) in split.chunks_exact(k).enumerate().take(parts) {
+                for (step, values) in values.chunks(DEPTH).enumerate() {
+                    let tile = &mut tiles[((pair * steps + step) * parts + part) * 2 + block];
                     // Pairs of k lie side by side.
-                    tiles[tile].0[(i % DEPTH / 2) * DEPTH + within * 2 + i % 2] = *value;
+                    for (line, pair) in tile.0.as_chunks_mut::<DEPTH>().0.iter_mut().zip(values.chunks(2)) {
+                        line[within * 2..][..pair.len()].copy_from_slice(pair);
+                    }
                 }
             }
         }

@@ -94,14 +94,18 @@ impl Linear {
             let weights = Packed::Tiles(amx::Weights::pack(inputs, outputs, rows()));
             return Ok(Self { inputs, outputs, weights, bias });
         }
+        Ok(Self { inputs, outputs, weights: Self::panels(inputs, outputs, rows()), bias })
+    }
+
+    fn panels<'a>(inputs: usize, outputs: usize, rows: impl Iterator<Item = &'a [f32]>) -> Packed {
         let mut panels = Block::beside_others(outputs.div_ceil(PANEL) * PANEL * inputs, 0.0);
-        for (j, row) in rows().enumerate() {
+        for (j, row) in rows.enumerate() {
             let base = (j / PANEL) * PANEL * inputs + j % PANEL;
             for (i, value) in row.iter().enumerate() {
                 panels[base + i * PANEL] = *value;
             }
         }
-        Ok(Self { inputs, outputs, weights: Packed::Panels(panels), bias })
+        Packed::Panels(panels)
     }
 
     /// Outputs of a row.
@@ -474,29 +478,38 @@ mod tests {
                     down.clone(),
                     Some(down_bias.clone()),
                 );
-                let layer = layer.unwrap();
-                let mut scratch = FeedForwardScratch::default();
-                let mut out = vec![1.0; rows * inputs];
-                layer.add(&x, &mut out, &mut scratch);
-                for r in [0, rows / 2, rows - 1] {
-                    let x = &x[r * inputs..][..inputs];
-                    let product = |w: &[f32], x: &[f64]| w.iter().zip(x).map(|(w, x)| f64::from(*w) * x).sum::<f64>();
-                    let wide: Vec<f64> = x.iter().map(|v| f64::from(*v)).collect();
-                    let inner: Vec<f64> = (0..width)
-                        .map(|j| {
-                            let g = product(&gate[j * inputs..][..inputs], &wide) + f64::from(bias[j]);
-                            let u = product(&up[j * inputs..][..inputs], &wide) + f64::from(bias[width + j]);
-                            let tanh = ((2.0 / std::f64::consts::PI).sqrt() * (g + 0.044_715 * g.powi(3))).tanh();
-                            u * if activation == Activation::Silu { g / (1.0 + (-g).exp()) } else { 0.5 * g * (1.0 + tanh) }
-                        })
-                        .collect();
-                    for c in [0, inputs / 2, inputs - 1] {
-                        let exact = 1.0 + f64::from(down_bias[c]) + product(&down[c * width..][..width], &inner);
-                        assert!((f64::from(out[r * inputs + c]) - exact).abs() < 2e-5, "{inputs} {width} {r} {c}");
+                // The same layer as processors without a tile unit have it.
+                let panels = |inputs: usize, weights: &[f32], bias: &[f32]| {
+                    let outputs = weights.len() / inputs;
+                    let packed = Linear::panels(inputs, outputs, weights.chunks_exact(inputs));
+                    Linear { inputs, outputs, weights: packed, bias: Some(bias.to_vec()) }
+                };
+                let gate_up = panels(inputs, &[gate.clone(), up.clone()].concat(), &bias);
+                let plain = GatedFeedForward { inputs, activation, gate_up, down: panels(width, &down, &down_bias) };
+                for layer in [layer.unwrap(), plain] {
+                    let mut scratch = FeedForwardScratch::default();
+                    let mut out = vec![1.0; rows * inputs];
+                    layer.add(&x, &mut out, &mut scratch);
+                    for r in [0, rows / 2, rows - 1] {
+                        let x = &x[r * inputs..][..inputs];
+                        let product = |w: &[f32], x: &[f64]| w.iter().zip(x).map(|(w, x)| f64::from(*w) * x).sum::<f64>();
+                        let wide: Vec<f64> = x.iter().map(|v| f64::from(*v)).collect();
+                        let inner: Vec<f64> = (0..width)
+                            .map(|j| {
+                                let g = product(&gate[j * inputs..][..inputs], &wide) + f64::from(bias[j]);
+                                let u = product(&up[j * inputs..][..inputs], &wide) + f64::from(bias[width + j]);
+                                let tanh = ((2.0 / std::f64::consts::PI).sqrt() * (g + 0.044_715 * g.powi(3))).tanh();
+                                u * if activation == Activation::Silu { g / (1.0 + (-g).exp()) } else { 0.5 * g * (1.0 + tanh) }
+                            })
+                            .collect();
+                        for c in [0, inputs / 2, inputs - 1] {
+                            let exact = 1.0 + f64::from(down_bias[c]) + product(&down[c * width..][..width], &inner);
+                            assert!((f64::from(out[r * inputs + c]) - exact).abs() < 2e-5, "{inputs} {width} {r} {c}");
+                        }
+                        let mut alone = vec![1.0; inputs];
+                        layer.add(x, &mut alone, &mut scratch);
+                        assert_eq!(alone, out[r * inputs..][..inputs]);
                     }
-                    let mut alone = vec![1.0; inputs];
-                    layer.add(x, &mut alone, &mut scratch);
-                    assert_eq!(alone, out[r * inputs..][..inputs]);
                 }
             }
         }
