@@ -344,13 +344,26 @@ impl Scorer {
                     .await;
                 for result in found {
                     let (hash, state) = result?;
-                    for &i in misses.get(&hash).into_iter().flatten() {
+                    for (copy, &i) in misses.get(&hash).into_iter().flatten().enumerate() {
+                        if copy > 0 {
+                            self.count_copy(&state);
+                        }
                         states[i] = Ok(state.clone());
                     }
                 }
             }
         }
         Ok(states.into_iter().map(|s| s.unwrap_or(DocState::NotCached)).collect())
+    }
+
+    /// Counts a copy of a document of the same batch, which was resolved once for all of them.
+    fn count_copy(&self, state: &DocState) {
+        let DocState::Ready(document) = state else { return };
+        let scores = document.scores.as_deref().unwrap_or_default();
+        let counter = if document.scores.is_some() { &self.counters.from_cache } else { &self.counters.not_needed };
+        counter.fetch_add(1, Ordering::Relaxed);
+        self.counters.tokens.fetch_add(u64::from(document.tokens), Ordering::Relaxed);
+        self.counters.candidates.fetch_add(scores.iter().filter(|s| !s.is_nan()).count() as u64, Ordering::Relaxed);
     }
 
     /// One look-up per text: what is known, or the hash of a text that must be scored.

@@ -355,3 +355,24 @@ fn readouts_have_records_of_their_own_and_fuse() {
     run("x", "[\"rr\"]", &["--set", "segment.utility={ lr = 1.0 }"]).fails(1, "add it there");
     run("x", "[\"rr\"]", &["--set", "segment.utility={ \"rr@12\" = 1.0 }"]).fails(1, "multiple of 8");
 }
+
+#[test]
+fn copies_in_one_batch_are_scored_once_and_each_is_counted() {
+    let texts = prose(2, 60);
+    let short = "A short one.".to_owned();
+    let all = [&texts[0], &texts[1], &texts[0], &texts[0], &short, &texts[1], &short].map(Clone::clone);
+    let place = Place::with_documents(&all);
+    let counts = |out: &str| {
+        let documents = place.summary(out)["documents"].clone();
+        ["from_cache", "scored", "not_needed"].map(|key| documents[key].as_u64().unwrap())
+    };
+    let sizes = |out: &str| {
+        let documents = place.summary(out)["documents"].clone();
+        (documents["tokens"].clone(), documents["candidates"].clone())
+    };
+    place.run(&[]).ok();
+    assert_eq!(counts("out"), [3, 2, 2]);
+    place.run(&["--output", "again"]).ok();
+    assert_eq!(counts("again"), [5, 0, 2]);
+    assert_eq!(sizes("out"), sizes("again"));
+}
