@@ -94,8 +94,7 @@ impl Config {
         let kind = content.metadata.get("general.architecture").and_then(|v| v.to_string().ok()).cloned().unwrap_or_default();
         let meta = Metadata { path, content, prefix: &kind };
         let config = match kind.as_str() {
-            "llama" => Self::Llama(LlamaConfig::from_gguf(&meta)?),
-            "qwen2" => Self::Llama(qwen2::from_gguf(&meta)?),
+            "llama" | "qwen2" => Self::Llama(LlamaConfig::from_gguf(&meta)?),
             "qwen3" => Self::Llama(qwen3::from_gguf(&meta)?),
             "gpt2" => Self::Gpt2(Gpt2Config::from_gguf(&meta)?),
             other => return Err(checkpoint(path, format!("architecture {other:?} is not supported (supported in GGUF: {GGUF})"))),
@@ -154,12 +153,6 @@ impl Json<'_> {
 
     /// The rotary embedding: `rope_parameters` of new configurations, `rope_theta` and `rope_scaling` of old ones.
     pub(super) fn rope(&self, theta_key: &str) -> Result<Rope, ModelError> {
-        let new = self.get("rope_parameters")?;
-        self.rope_of(new, theta_key)
-    }
-
-    /// The rotary embedding that one table of `rope_parameters` describes, old keys where it is silent.
-    pub(super) fn rope_of(&self, new: Option<serde_json::Value>, theta_key: &str) -> Result<Rope, ModelError> {
         #[derive(Deserialize)]
         struct Raw {
             rope_theta: Option<f32>,
@@ -171,15 +164,14 @@ impl Json<'_> {
             high_freq_factor: Option<f32>,
             original_max_position_embeddings: Option<f32>,
         }
-        let table = match new {
-            Some(table) => Some(table),
+        let raw: Option<Raw> = match self.get("rope_parameters")? {
+            Some(raw) => Some(raw),
             None => self.get("rope_scaling")?,
         };
-        let raw = table.map(Raw::deserialize).transpose().map_err(|e| self.fail(format!("rope_parameters: {e}")))?;
         let raw = raw.as_ref();
         let factor = |r: &Raw| r.factor.ok_or_else(|| self.fail("rope scaling without a factor"));
         let scaling = match raw.and_then(|r| Some((r, r.rope_type.as_deref()?))) {
-            None | Some((_, "default" | "proportional")) => RotaryScaling::None,
+            None | Some((_, "default")) => RotaryScaling::None,
             Some((r, "linear")) => RotaryScaling::Linear(factor(r)?),
             Some((r, "llama3")) => RotaryScaling::Llama3 {
                 factor: factor(r)?,

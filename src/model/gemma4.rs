@@ -4,7 +4,9 @@
 use serde::{Deserialize, Serialize};
 
 use super::config::Json;
-use super::ops::{Activation, AttentionShape, Embedding, GatedFeedForward, Head, Linear, Output, ROW_TILE, RmsNorm, Rotary, mul_activated};
+use super::ops::{
+    Activation, AttentionShape, Embedding, GatedFeedForward, Head, Linear, Output, ROW_TILE, RmsNorm, Rotary, RotaryScaling, mul_activated,
+};
 use super::weights::Weights;
 use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
 
@@ -31,8 +33,9 @@ struct RopeConfig {
 impl RopeConfig {
     fn frequencies(&self, head_dim: usize) -> Vec<f32> {
         let turning = (self.share * head_dim as f32 / 2.0) as usize;
-        let frequency = |i: usize| if i < turning { 1.0 / self.theta.powf(2.0 * i as f32 / head_dim as f32) / self.factor } else { 0.0 };
-        (0..head_dim / 2).map(frequency).collect()
+        let mut frequencies = RotaryScaling::Linear(self.factor).frequencies(head_dim, self.theta);
+        frequencies.iter_mut().skip(turning).for_each(|f| *f = 0.0);
+        frequencies
     }
 }
 

@@ -2,7 +2,7 @@
 //! the upper layers.
 
 use super::ModelError;
-use super::config::{Json, Metadata};
+use super::config::Json;
 use super::llama::LlamaConfig;
 
 pub(super) fn from_hub(json: &Json<'_>) -> Result<LlamaConfig, ModelError> {
@@ -18,8 +18,4 @@ pub(super) fn sliding(json: &Json<'_>, layers: usize) -> Result<Vec<Option<usize
     }
     let first: usize = json.get("max_window_layers")?.unwrap_or(28);
     json.windows(layers, |layer| layer >= first)
-}
-
-pub(super) fn from_gguf(meta: &Metadata<'_>) -> Result<LlamaConfig, ModelError> {
-    LlamaConfig::from_gguf(meta)
 }

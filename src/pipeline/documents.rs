@@ -359,11 +359,15 @@ impl Scorer {
     /// Counts a copy of a document of the same batch, which was resolved once for all of them.
     fn count_copy(&self, state: &DocState) {
         let DocState::Ready(document) = state else { return };
-        let scores = document.scores.as_deref().unwrap_or_default();
         let counter = if document.scores.is_some() { &self.counters.from_cache } else { &self.counters.not_needed };
         counter.fetch_add(1, Ordering::Relaxed);
-        self.counters.tokens.fetch_add(u64::from(document.tokens), Ordering::Relaxed);
-        self.counters.candidates.fetch_add(scores.iter().filter(|s| !s.is_nan()).count() as u64, Ordering::Relaxed);
+        self.count_size(document.tokens, document.scores.as_deref());
+    }
+
+    fn count_size(&self, tokens: u32, scores: Option<&[f32]>) {
+        let candidates = scores.unwrap_or_default().iter().filter(|s| !s.is_nan()).count();
+        self.counters.tokens.fetch_add(u64::from(tokens), Ordering::Relaxed);
+        self.counters.candidates.fetch_add(candidates as u64, Ordering::Relaxed);
     }
 
     /// One look-up per text: what is known, or the hash of a text that must be scored.
@@ -448,7 +452,6 @@ impl Scorer {
     }
 
     fn ready(&self, hash: blake3::Hash, edges: Edges, curves: Option<Vec<ReadoutCurves>>) -> DocState {
-        self.counters.tokens.fetch_add(u64::from(edges.tokens), Ordering::Relaxed);
         let after: Vec<u32> = edges.edges.iter().filter(|e| e.is_candidate()).map(|e| edges.tokens - e.token.0).collect();
         // Values of candidates, spread over all edges.
         let spread = |values: Vec<f32>| -> Vec<f32> {
@@ -456,9 +459,7 @@ impl Scorer {
             edges.edges.iter().map(|e| if e.is_candidate() { values.next().unwrap_or(f32::NAN) } else { f32::NAN }).collect()
         };
         let scores = curves.as_ref().map(|curves| spread(self.recipe.combine(curves, &after)));
-        if let Some(scores) = &scores {
-            self.counters.candidates.fetch_add(scores.iter().filter(|s| !s.is_nan()).count() as u64, Ordering::Relaxed);
-        }
+        self.count_size(edges.tokens, scores.as_deref());
         let curves = curves.unwrap_or_default();
         let by_readout = if self.served_by.len() > 1 {
             curves.iter().map(|c| spread(self.recipe.scores(c, self.settings.window, &after))).collect()

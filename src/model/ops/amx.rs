@@ -222,10 +222,7 @@ pub(super) fn product(x: Rows<'_>, weights: &Weights, scratch: &mut Scratch, out
                 let out = &mut out[first * n..];
                 // SAFETY: where tiles are used, the processor has these instructions (`available`).
                 unsafe { pack_rows(x, &mut scratch.rows) };
-                multiply(&scratch.rows, x.rows, weights, steps.clone(), 0..n.div_ceil(2 * SIDE), &mut |sums, row, pair| {
-                    // SAFETY: as above.
-                    unsafe { store_sums(sums, x.rows - row, n - pair * 2 * SIDE, &mut out[row * n + pair * 2 * SIDE..], n, store) };
-                });
+                multiply_into(&scratch.rows, x.rows, weights, steps.clone(), out, store);
             }
         }
     });
@@ -271,12 +268,18 @@ pub(super) fn gated(
                         unsafe { store_gated(sums, activation, bias, tiles, pair % 2 * SIDE) };
                     }
                 });
-                multiply(inner, x.rows, down, steps, 0..n.div_ceil(2 * SIDE), &mut |sums, row, pair| {
-                    // SAFETY: as above.
-                    unsafe { store_sums(sums, x.rows - row, n - pair * 2 * SIDE, &mut out[row * n + pair * 2 * SIDE..], n, Store::Add) };
-                });
+                multiply_into(inner, x.rows, down, steps, out, Store::Add);
             }
         }
+    });
+}
+
+/// Multiplies rows in tiles by all columns of the weights over some steps of k, into rows of as many floats.
+fn multiply_into(x: &[TileData], rows: usize, weights: &Weights, steps: Range<usize>, out: &mut [f32], store: Store) {
+    let n = weights.n;
+    multiply(x, rows, weights, steps, 0..n.div_ceil(2 * SIDE), &mut |sums, row, pair| {
+        // SAFETY: where tiles are used, the processor has these instructions (`available`).
+        unsafe { store_sums(sums, rows - row, n - pair * 2 * SIDE, &mut out[row * n + pair * 2 * SIDE..], n, store) };
     });
 }
 

@@ -611,7 +611,7 @@ fn soft_cap_body<const F: bool>(x: &mut [f32], cap: f32) {
 #[inline(always)]
 fn layer_norm_body<const F: bool>(x: &[f32], weight: &[f32], bias: &[f32], eps: f32, out: &mut [f32]) {
     let n = x.len() as f32;
-    let mean = sum_body::<F>(x) / n;
+    let mean = sum_of(x, |v| v) / n;
     for (out, x) in out.iter_mut().zip(x) {
         *out = x - mean;
     }
@@ -621,17 +621,18 @@ fn layer_norm_body<const F: bool>(x: &[f32], weight: &[f32], bias: &[f32], eps: 
     }
 }
 
+/// The sum of `of(x)`, in 16 interleaved partial sums, added up in a fixed order.
 #[inline(always)]
-fn sum_body<const F: bool>(x: &[f32]) -> f32 {
+fn sum_of(x: &[f32], of: impl Fn(f32) -> f32) -> f32 {
     let mut sums = [0.0_f32; 16];
     let (chunks, rest) = x.as_chunks::<16>();
     for chunk in chunks {
         for (sum, v) in sums.iter_mut().zip(chunk) {
-            *sum += v;
+            *sum += of(*v);
         }
     }
     for (sum, v) in sums.iter_mut().zip(rest) {
-        *sum += v;
+        *sum += of(*v);
     }
     total(&sums)
 }
@@ -653,17 +654,7 @@ fn largest_body<const F: bool>(x: &[f32]) -> f32 {
 
 #[inline(always)]
 fn sum_exp_body<const F: bool>(x: &[f32], top: f32) -> f32 {
-    let mut sums = [0.0_f32; 16];
-    let (chunks, rest) = x.as_chunks::<16>();
-    for chunk in chunks {
-        for (sum, v) in sums.iter_mut().zip(chunk) {
-            *sum += exp::<F>(v - top);
-        }
-    }
-    for (sum, v) in sums.iter_mut().zip(rest) {
-        *sum += exp::<F>(v - top);
-    }
-    total(&sums)
+    sum_of(x, |v| exp::<F>(v - top))
 }
 
 #[inline(always)]
