@@ -8,7 +8,7 @@ mod common;
 use std::path::{Path, PathBuf};
 
 use right_reset::model::ops::HeadScratch;
-use right_reset::model::{self, Batch, Load, Scratch, Tap, Trunk};
+use right_reset::model::{self, Batch, Encoder, EncoderScratch, Load, Scratch, Tap, Trunk};
 use right_reset::score::{Document, Engine, Positions, Prefix, Readout, Readouts, ScoreSpec, kept_positions, score_at};
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -376,4 +376,54 @@ fn shards_prefixes_and_half_precision_load() {
         std::fs::write(sharded.path().join("model.safetensors.index.json"), index.to_string()).unwrap();
         assert!(states(sharded.path()) == states(plain.path()), "{dtype:?}");
     }
+}
+
+#[test]
+fn embeddings_equal_those_of_transformers_by_every_pooling_alone_and_in_company() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/encoder");
+    let expected: Value = serde_json::from_slice(&std::fs::read(source.join("expected.json")).unwrap()).unwrap();
+    let texts: Vec<&str> = expected.as_array().unwrap().iter().map(|e| e["text"].as_str().unwrap()).collect();
+    let place = tempfile::tempdir().unwrap();
+    let folder = |pooling: &str| {
+        let dir = place.path().join(blake3::hash(pooling.as_bytes()).to_hex().as_str());
+        std::fs::create_dir_all(dir.join("1_Pooling")).unwrap();
+        for name in ["config.json", "tokenizer.json", "model.safetensors", "sentence_bert_config.json"] {
+            std::fs::copy(source.join(name), dir.join(name)).unwrap();
+        }
+        std::fs::write(dir.join("1_Pooling/config.json"), pooling).unwrap();
+        dir
+    };
+    let cases = [
+        ("mean", "{\"word_embedding_dimension\": 24, \"pooling_mode_mean_tokens\": true}"),
+        ("mean", "{\"pooling_mode\": \"mean\"}"),
+        ("cls", "{\"pooling_mode_cls_token\": true, \"pooling_mode_mean_tokens\": false}"),
+        ("max", "{\"pooling_mode_max_tokens\": true}"),
+        ("mean_sqrt_len", "{\"pooling_mode_mean_sqrt_len_tokens\": true}"),
+    ];
+    for (mode, pooling) in cases {
+        let dir = folder(pooling);
+        let identity = model::encoder_identity(&dir, &place.path().join("memory")).unwrap();
+        assert_eq!((identity.pooling.as_str(), identity.max_tokens), (mode, 32));
+        let encoder = Encoder::load(&dir).unwrap();
+        let found = encoder.embed(&texts, &mut EncoderScratch::default()).unwrap();
+        for (i, found) in found.iter().enumerate() {
+            let off = found.iter().zip(expected[i][mode].as_array().unwrap()).map(|(f, e)| (f - number(e)).abs()).fold(0.0, f64::max);
+            assert!(off < 2e-6, "{mode}, text {i}: off by {off}");
+            assert_eq!(&encoder.embed(&texts[i..=i], &mut EncoderScratch::default()).unwrap()[0], found, "{mode}, text {i} alone");
+        }
+    }
+    let two = Encoder::load(&folder("{\"pooling_mode_cls_token\": true, \"pooling_mode_mean_tokens\": true}")).unwrap();
+    assert_eq!(two.embed(&["a"], &mut EncoderScratch::default()).unwrap()[0].len(), 48);
+    // What is not supported is named.
+    for (pooling, named) in
+        [("{\"pooling_mode_lasttoken\": true}", "pooling_mode_lasttoken"), ("{}", "names no pooling"), ("{", "1_Pooling/config.json")]
+    {
+        assert!(Encoder::load(&folder(pooling)).unwrap_err().to_string().contains(named), "{pooling}");
+    }
+    let dir = folder("{\"pooling_mode\": \"mean\"}");
+    std::fs::write(dir.join("modules.json"), "[{\"type\": \"sentence_transformers.models.Dense\", \"path\": \"2_Dense\"}]").unwrap();
+    assert!(Encoder::load(&dir).unwrap_err().to_string().contains("Dense"));
+    std::fs::remove_file(dir.join("modules.json")).unwrap();
+    std::fs::remove_file(dir.join("1_Pooling/config.json")).unwrap();
+    assert!(Encoder::load(&dir).unwrap_err().to_string().contains("1_Pooling/config.json"));
 }

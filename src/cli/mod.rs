@@ -138,7 +138,12 @@ fn dispatch(args: Args) -> Result<(), Failure> {
             }
             ModelsCommand::Show { name } => {
                 let found = model::resolve(&name, &models)?;
-                let identity = model::identity(&found.path, &models.join(".identities"))?;
+                let memory = models.join(".identities");
+                let identity = match model::identity(&found.path, &memory) {
+                    Ok(identity) => print::Shown::Model(identity),
+                    // What is no language model may be an encoder.
+                    Err(error) => print::Shown::Encoder(model::encoder_identity(&found.path, &memory).map_err(|_| error)?),
+                };
                 print::model(&found, &identity);
                 Ok(())
             }

@@ -6,7 +6,7 @@ use std::path::Path;
 use arrow::array::Array;
 use arrow::util::display::array_value_to_string;
 use right_reset::io::{SourceReader, TextCell, discover};
-use right_reset::model::{BUILT_IN, Identity, ModelPath, Origin};
+use right_reset::model::{BUILT_IN, EncoderIdentity, Identity, ModelPath, Origin};
 use right_reset::pipeline::{Summary, Sweep};
 use tracing_subscriber::EnvFilter;
 
@@ -149,7 +149,13 @@ pub(super) fn models(folder: &Path) {
     );
 }
 
-pub(super) fn model(found: &ModelPath, identity: &Identity) {
+/// What a model turned out to be.
+pub(super) enum Shown {
+    Model(Identity),
+    Encoder(EncoderIdentity),
+}
+
+pub(super) fn model(found: &ModelPath, shown: &Shown) {
     println!("name            {}", found.name);
     println!("path            {}", found.path.display());
     if let Some(built_in) = BUILT_IN.iter().find(|b| b.name == found.name) {
@@ -160,10 +166,21 @@ pub(super) fn model(found: &ModelPath, identity: &Identity) {
             Origin::Hub(id) => println!("source          {id} (Hugging Face hub)"),
         }
     }
-    println!("architecture    {}", identity.architecture);
-    println!("layers          {}", identity.layers());
-    println!("context         {} tokens", identity.context());
-    println!("weights         {} MiB, hash {}", identity.weight_bytes >> 20, identity.weights_hash);
-    println!("tokenizer hash  {}", identity.tokenizer_hash);
-    println!("configuration   {}", identity.config_text());
+    match shown {
+        Shown::Model(identity) => {
+            println!("architecture    {}", identity.architecture);
+            println!("layers          {}", identity.layers());
+            println!("context         {} tokens", identity.context());
+            println!("weights         {} MiB, hash {}", identity.weight_bytes >> 20, identity.weights_hash);
+            println!("tokenizer hash  {}", identity.tokenizer_hash);
+            println!("configuration   {}", identity.config_text());
+        }
+        Shown::Encoder(identity) => {
+            println!("architecture    bert (an encoder, for score.encoder)");
+            println!("pooling         {}", identity.pooling);
+            println!("context         {} tokens", identity.max_tokens);
+            println!("weights         {} MiB, hash {}", identity.weight_bytes >> 20, identity.weights_hash);
+            println!("tokenizer hash  {}", identity.tokenizer_hash);
+        }
+    }
 }

@@ -266,7 +266,7 @@ impl Gemma4 {
     fn attend(&self, index: usize, batch: &Batch, scratch: &mut Scratch) {
         let (c, block, layer) = (&self.config, &self.blocks[index], &self.config.layers[index]);
         let window = (!layer.full).then_some(c.window);
-        let shape = AttentionShape { heads: c.heads, kv_heads: layer.kv_heads, head_dim: layer.head_dim, scale: 1.0, window };
+        let shape = AttentionShape { heads: c.heads, kv_heads: layer.kv_heads, head_dim: layer.head_dim, scale: 1.0, window, causal: true };
         let (q, kv) = (c.heads * layer.head_dim, layer.kv_heads * layer.head_dim);
         let (tokens, width) = (batch.ids.len(), shape.qkv());
         let x = scratch.x.get(tokens * c.hidden);

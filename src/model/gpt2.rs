@@ -155,7 +155,7 @@ impl Architecture for Gpt2 {
         let head_dim = c.hidden / c.heads;
         let [by_size, by_layer] = c.scaled;
         let scale = if by_size { 1.0 / (head_dim as f32).sqrt() } else { 1.0 } / if by_layer { (layer + 1) as f32 } else { 1.0 };
-        let shape = AttentionShape { heads: c.heads, kv_heads: c.heads, head_dim, scale, window: None };
+        let shape = AttentionShape { heads: c.heads, kv_heads: c.heads, head_dim, scale, window: None, causal: true };
         let width = shape.qkv();
         let x = scratch.x.get(tokens * c.hidden);
         let qkv = scratch.qkv.get(tokens * width);

@@ -153,7 +153,14 @@ impl Architecture for GptNeox {
         let (c, block) = (&self.config, &self.blocks[layer]);
         let tokens = batch.ids.len();
         let head_dim = c.hidden / c.heads;
-        let shape = AttentionShape { heads: c.heads, kv_heads: c.heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt(), window: None };
+        let shape = AttentionShape {
+            heads: c.heads,
+            kv_heads: c.heads,
+            head_dim,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            window: None,
+            causal: true,
+        };
         let width = shape.qkv();
         let x = scratch.x.get(tokens * c.hidden);
         let qkv = scratch.qkv.get(tokens * width);

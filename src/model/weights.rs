@@ -201,7 +201,7 @@ impl Weights {
 /// The name of a hub tensor without the prefixes of the modules that its model lies in.
 fn short(name: &str) -> &str {
     let mut name = name;
-    while let Some(rest) = ["model.", "language_model.", "transformer.", "gpt_neox."].iter().find_map(|p| name.strip_prefix(p)) {
+    while let Some(rest) = ["model.", "language_model.", "transformer.", "gpt_neox.", "bert."].iter().find_map(|p| name.strip_prefix(p)) {
         name = rest;
     }
     name

@@ -10,17 +10,23 @@ use futures::stream::{self, StreamExt};
 use tokio::sync::OnceCell;
 
 use super::RunError;
-use super::spec::{CacheMode, Layer, OnMiss, Pipeline, PositionsWord, SpecError};
+use super::spec::{CacheMode, Layer, OnMiss, Pipeline, PositionsWord, ReadoutWord, SpecError};
 use super::utility::{ReadoutCurves, Recipe};
 use crate::cache::{Namespace, NamespaceId, NoStore, ScoreStore, SledStore, decode_curves, decode_edges, encode_curves, encode_edges};
 use crate::io::{SourceBatch, TextCell};
-use crate::model::{self, Identity, Load, ModelError, ModelPath, Tap};
-use crate::score::{Document, Engine, EngineStats, KERNEL_REVISION, Positions, Prefix, Readout, Readouts, ScoreError, ScoreSpec};
+use crate::model::{self, Encoder, EncoderIdentity, Identity, Load, ModelError, ModelPath, Tap};
+use crate::score::{
+    Curve, Document, EMBED_TOKENS, EmbeddingBoundary, Engine, EngineStats, KERNEL_REVISION, Positions, Prefix, Readout, Readouts,
+    ScoreError, ScoreSpec, sides,
+};
 use crate::segment::Limits;
-use crate::text::{Edge, EdgePolicy, Edges, SEGMENTER_VERSION, TOKENIZERS_VERSION, Tokenizer, find_edges};
+use crate::text::{Edge, EdgePolicy, Edges, SEGMENTER_VERSION, TOKENIZERS_VERSION, Tokenizer, Tokens, find_edges};
 
 /// Documents of one batch that are tokenized and scored at once.
 const IN_FLIGHT: usize = 32;
+
+/// Edges that are embedded in one go: between them a run can be stopped.
+const EMBED_AT_ONCE: usize = 256;
 
 /// A document with its edges, scored or found to need no scores.
 #[derive(Debug, Clone)]
@@ -115,6 +121,8 @@ pub struct Scorer {
     recipe: Recipe,
     tokenizer: OnceCell<Arc<Tokenizer>>,
     engine: OnceCell<Arc<Engine>>,
+    encoder: Option<(PathBuf, EncoderIdentity)>,
+    boundary: OnceCell<Arc<EmbeddingBoundary>>,
     /// One gate per text that is being scored: copies in other batches wait there and then find it in the cache.
     gates: Mutex<HashMap<blake3::Hash, Arc<tokio::sync::Mutex<()>>>>,
     pub(super) counters: Counters,
@@ -157,6 +165,13 @@ impl Scorer {
             .into());
         }
         let settings = resolve_settings(pipeline, &identity, &model)?;
+        let encoder = if pipeline.score.readouts.contains(&ReadoutWord::Embed) {
+            let found = model::resolve(&pipeline.score.encoder, models)?;
+            let identity = model::encoder_identity(&found.path, &models.join(".identities"))?;
+            Some((found.path, identity))
+        } else {
+            None
+        };
         let policy = EdgePolicy { grid: pipeline.edges.grid, sentence_ends: pipeline.edges.sentence_ends };
         let path = cache_path(pipeline);
         let store: Arc<dyn ScoreStore> = match pipeline.cache.mode {
@@ -168,7 +183,11 @@ impl Scorer {
         let edges_namespace = store.namespace(&edges)?;
         let (mut served_by, mut wanted, mut keys, mut is_new) = (Vec::new(), vec![edges_namespace], vec![edges.hash()], false);
         for readout in pipeline.score.readouts.iter().map(|r| r.readout()) {
-            let scores = Namespace::new(readout.as_str(), score_fields(&identity, policy, &settings, readout));
+            let fields = match (readout, &encoder) {
+                (Readout::Embed, Some((_, encoder))) => embed_fields(&identity, policy, encoder),
+                _ => score_fields(&identity, policy, &settings, readout),
+            };
+            let scores = Namespace::new(readout.as_str(), fields);
             is_new |= !known.iter().any(|(_, n)| *n == scores);
             let mut serving = vec![(store.namespace(&scores)?, settings.window)];
             serving.extend(known.iter().filter_map(|(id, n)| Some((*id, longer_window(n, &scores, settings.window)?))));
@@ -196,11 +215,16 @@ impl Scorer {
             recipe: Recipe::new(pipeline),
             tokenizer: OnceCell::new(),
             engine: OnceCell::new(),
+            encoder,
+            boundary: OnceCell::new(),
             gates: Mutex::default(),
             counters: Counters::default(),
         };
         // Settings that were used before are known to be sound; new ones are checked now rather than at the first document.
-        if is_new && matches!(scorer.settings.prefix, PrefixWords::Token(_) | PrefixWords::Separator(_)) {
+        if is_new
+            && scorer.settings.readouts != Readouts::default()
+            && matches!(scorer.settings.prefix, PrefixWords::Token(_) | PrefixWords::Separator(_))
+        {
             let tokenizer = model::load_tokenizer(&scorer.model.path)?;
             scorer.score_spec(&tokenizer)?.validate()?;
         }
@@ -227,7 +251,10 @@ impl Scorer {
 
     /// The score settings in words, for file metadata.
     pub(super) fn score_words(&self) -> String {
-        let fields = self.readouts().flat_map(|readout| score_fields(&self.identity, self.policy, &self.settings, readout));
+        let fields = self.readouts().flat_map(|readout| match (readout, &self.encoder) {
+            (Readout::Embed, Some((_, encoder))) => embed_fields(&self.identity, self.policy, encoder),
+            _ => score_fields(&self.identity, self.policy, &self.settings, readout),
+        });
         let names: Vec<_> = self.readouts().map(Readout::as_str).collect();
         let fields: std::collections::BTreeMap<_, _> = fields.chain([("readouts", names.join(","))]).collect();
         serde_json::to_string(&fields).unwrap_or_default()
@@ -481,15 +508,15 @@ impl Scorer {
         let prepared = blocking(move || {
             let began = Instant::now();
             let TextCell::Text(text) = &rows.texts[row] else {
-                return Ok((Vec::new(), Edges::default()));
+                return Ok((Tokens::default(), Edges::default()));
             };
             let tokens = tokenizer.encode(text)?;
             let edges = find_edges(text, &tokens, this.policy);
             this.counters.tokenize_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
-            Ok::<_, crate::text::TextError>((tokens.ids, edges))
+            Ok::<_, crate::text::TextError>((tokens, edges))
         })
         .await?;
-        let (ids, edges) = match prepared {
+        let (tokens, edges) = match prepared {
             Ok(prepared) => prepared,
             Err(error) => return Ok(DocState::Bad(error.to_string())),
         };
@@ -502,7 +529,17 @@ impl Scorer {
         let places: Vec<u32> = edges.edges.iter().filter(|e| e.is_candidate()).map(|e| e.token.0).collect();
         // What the cache already has is not written again.
         let known = self.served(&self.store.lookup(&hash, &self.wanted)?, places.len());
-        let scored = match self.engine().await?.score(Document { ids, edges: places }).await {
+        let missing = |embed: bool| self.served_by.iter().zip(&known).any(|((r, _), k)| k.is_none() && (*r == Readout::Embed) == embed);
+        let embedded = if missing(true) { self.embed(batch, row, &tokens, &edges).await } else { Ok(Vec::new()) };
+        let scored = match embedded {
+            Ok(embedded) if missing(false) => {
+                self.engine().await?.score(Document { ids: tokens.ids, edges: places }).await.map(|scored| (embedded, scored))
+            }
+            Ok(embedded) => Ok((embedded, Vec::new())),
+            Err(RunError::Score(error)) => Err(error),
+            Err(error) => return Err(error),
+        };
+        let (embedded, scored) = match scored {
             Ok(scored) => scored,
             Err(error @ ScoreError::NotFinite { .. }) => {
                 return Ok(DocState::Bad(error.to_string()));
@@ -515,7 +552,10 @@ impl Scorer {
             let curves = match known {
                 Some(known) => known,
                 None => {
-                    let curves: Vec<_> = scored.iter().map(|curves| curves.get(*readout).clone()).collect();
+                    let curves: Vec<Curve> = match readout {
+                        Readout::Embed => embedded.iter().map(|&value| vec![value]).collect(),
+                        _ => scored.iter().map(|curves| curves.get(*readout).to_vec()).collect(),
+                    };
                     self.store.insert(&hash, serving[0].0, &encode_curves(&curves))?;
                     (*readout, curves, self.settings.window)
                 }
@@ -524,6 +564,42 @@ impl Scorer {
         }
         self.counters.scored.fetch_add(1, Ordering::Relaxed);
         Ok(self.ready(hash, edges, Some(all)))
+    }
+
+    /// The embedding boundary of each candidate.
+    async fn embed(&self, batch: &Arc<SourceBatch>, row: usize, tokens: &Tokens, edges: &Edges) -> Result<Vec<f32>, RunError> {
+        let boundary = self.boundary().await?;
+        let TextCell::Text(text) = &batch.texts[row] else { return Ok(Vec::new()) };
+        let candidates: Vec<&Edge> = edges.edges.iter().filter(|e| e.is_candidate()).collect();
+        let mut out = Vec::with_capacity(candidates.len());
+        for some in candidates.chunks(EMBED_AT_ONCE) {
+            let sides: Vec<_> = some.iter().map(|edge| sides(text, tokens, edge)).collect();
+            let (boundary, rows) = (Arc::clone(&boundary), Arc::clone(batch));
+            let found = blocking(move || match &rows.texts[row] {
+                TextCell::Text(text) => boundary.scores(text, &sides),
+                _ => Ok(Vec::new()),
+            })
+            .await?;
+            out.extend(found.map_err(|error| match error {
+                ScoreError::NotFinite { edge } => ScoreError::NotFinite { edge: some[edge as usize].token.0 },
+                other => other,
+            })?);
+        }
+        Ok(out)
+    }
+
+    async fn boundary(&self) -> Result<Arc<EmbeddingBoundary>, RunError> {
+        let load = || async {
+            let Some((path, _)) = self.encoder.clone() else { return Err(RunError::Bug("no encoder".into())) };
+            let threads = self.threads;
+            tracing::info!(encoder = %path.display(), "loading the encoder");
+            let boundary = blocking(move || {
+                let encoder = Encoder::load(&path)?;
+                EmbeddingBoundary::new(Arc::new(encoder), threads)
+            });
+            Ok(Arc::new(boundary.await??))
+        };
+        self.boundary.get_or_try_init(load).await.cloned()
     }
 }
 
@@ -610,7 +686,9 @@ fn resolve_settings(pipeline: &Pipeline, identity: &Identity, model: &ModelPath)
         _ => Prefix::Tokens(vec![0]),
     };
     let ScoreSettings { window, skip, readouts, positions, bos, context, .. } = settings;
-    ScoreSpec { window, skip, readouts, positions, prefix, bos, context }.validate()?;
+    if readouts != Readouts::default() {
+        ScoreSpec { window, skip, readouts, positions, prefix, bos, context }.validate()?;
+    }
     Ok(settings)
 }
 
@@ -623,6 +701,21 @@ fn edge_fields(identity: &Identity, policy: EdgePolicy) -> Vec<(&'static str, St
         ("sentence_ends", policy.sentence_ends.to_string()),
         ("policy_revision", "2".into()),
     ]
+}
+
+/// What decides the embedding boundary.
+fn embed_fields(identity: &Identity, policy: EdgePolicy, encoder: &EncoderIdentity) -> Vec<(&'static str, String)> {
+    let mut fields = edge_fields(identity, policy);
+    fields.extend([
+        ("encoder_weights", encoder.weights_hash.clone()),
+        ("encoder_config", encoder.config_hash.clone()),
+        ("encoder_tokenizer", encoder.tokenizer_hash.clone()),
+        ("encoder_pooling", encoder.pooling.clone()),
+        ("encoder_max_tokens", encoder.max_tokens.to_string()),
+        ("encoder_revision", "1".into()),
+        ("encoder_tokens", EMBED_TOKENS.to_string()),
+    ]);
+    fields
 }
 
 fn score_fields(identity: &Identity, policy: EdgePolicy, s: &ScoreSettings, readout: Readout) -> Vec<(&'static str, String)> {

@@ -192,6 +192,8 @@ pub enum Precision {
 pub struct Score {
     /// Readouts of the reset pass, from one pass all together. The first is the utility unless `segment.utility` says otherwise.
     pub readouts: Vec<ReadoutWord>,
+    /// The encoder of the readout `embed`: `minilm-l6`, a hub directory of a BERT-type sentence encoder, or `org/name[@revision]` of the hub once it is fetched.
+    pub encoder: String,
     /// Where RR reads states: a block number, a share such as "75%" (rounded down), or "final" (after the final norm).
     pub layer: Layer,
     /// Tokens of the reset window, W.
@@ -212,6 +214,7 @@ impl Default for Score {
     fn default() -> Self {
         Self {
             readouts: vec![ReadoutWord::Rr],
+            encoder: "minilm-l6".into(),
             layer: Layer::Word("75%".into()),
             window: 24,
             skip: 1,
@@ -233,6 +236,8 @@ pub enum ReadoutWord {
     Lr,
     /// KL divergence of the predictions, negated: an evaluation reference, the dearest of the three.
     Kl,
+    /// Embedding boundary: one minus the cosine of the embeddings of the 64 tokens on both sides, by `score.encoder`. Needs no inference of the language model.
+    Embed,
 }
 
 impl ReadoutWord {
@@ -243,13 +248,14 @@ impl ReadoutWord {
             Self::Rr => Readout::Rr,
             Self::Lr => Readout::Lr,
             Self::Kl => Readout::Kl,
+            Self::Embed => Readout::Embed,
         }
     }
 
     /// The readout of a word.
     #[must_use]
     pub fn parse(word: &str) -> Option<Self> {
-        [Self::Rr, Self::Lr, Self::Kl].into_iter().find(|r| r.readout().as_str() == word)
+        [Self::Rr, Self::Lr, Self::Kl, Self::Embed].into_iter().find(|r| r.readout().as_str() == word)
     }
 }
 
@@ -553,7 +559,7 @@ impl Pipeline {
         }
         let readouts = &self.score.readouts;
         if readouts.is_empty() || readouts.iter().enumerate().any(|(i, r)| readouts[..i].contains(r)) {
-            return fail("score.readouts", "must name one or more of rr, lr, kl, each once".into());
+            return fail("score.readouts", "must name one or more of rr, lr, kl, embed, each once".into());
         }
         if self.score.window == 0 || self.score.window > 4096 {
             return fail("score.window", format!("must lie in 1..=4096, got {}", self.score.window));
@@ -608,7 +614,7 @@ fn rebase(table: &mut toml::Table, folder: &Path) {
         let value = table.get_mut(section).and_then(|t| t.get_mut(key));
         match value {
             Some(toml::Value::Array(list)) => list.iter_mut().for_each(join),
-            Some(value) if section != "model" => join(value),
+            Some(value) if !matches!(key, "name" | "encoder") => join(value),
             // A model's name is a path only if it looks like one: a name on the hub does too, unless there is such a file.
             Some(toml::Value::String(name)) if name.contains(['/', '.']) && Path::new(name.as_str()).is_relative() => {
                 let path = folder.join(&*name);
@@ -622,6 +628,7 @@ fn rebase(table: &mut toml::Table, folder: &Path) {
     };
     at("input", "paths");
     at("model", "name");
+    at("score", "encoder");
     at("cache", "path");
     at("output", "path");
 }

@@ -26,7 +26,10 @@ pub(super) type ReadoutCurves = (Readout, Vec<Curve>, u32);
 /// A key of `segment.utility`: a readout, `@`, a horizon in tokens; without a suffix the horizon is `window`.
 pub(super) fn parse_term(key: &str, window: u32) -> Result<(ReadoutWord, u32), String> {
     let (word, horizon) = key.split_once('@').map_or((key, None), |(word, horizon)| (word, Some(horizon)));
-    let readout = ReadoutWord::parse(word).ok_or_else(|| format!("{word:?} is no readout (rr, lr, kl)"))?;
+    let readout = ReadoutWord::parse(word).ok_or_else(|| format!("{word:?} is no readout (rr, lr, kl, embed)"))?;
+    if readout == ReadoutWord::Embed && horizon.is_some() {
+        return Err(format!("{key:?}: the embedding boundary has no horizon; write \"embed\""));
+    }
     let horizon = match horizon {
         None => window,
         Some(text) => text.parse().map_err(|_| format!("{key:?}: {text:?} is no number of tokens"))?,
@@ -92,7 +95,8 @@ mod tests {
         assert_eq!(parse_term("rr", 24), Ok((ReadoutWord::Rr, 24)));
         assert_eq!(parse_term("lr@16", 24), Ok((ReadoutWord::Lr, 16)));
         assert_eq!(parse_term("lr@20", 20), Ok((ReadoutWord::Lr, 20)));
-        for bad in ["xx", "rr@", "rr@20", "rr@32", "rr@0", "rr@-8"] {
+        assert_eq!(parse_term("embed", 20), Ok((ReadoutWord::Embed, 20)));
+        for bad in ["xx", "embed@8", "rr@", "rr@20", "rr@32", "rr@0", "rr@-8"] {
             assert!(parse_term(bad, 24).is_err(), "{bad}");
         }
     }

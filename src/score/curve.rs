@@ -16,12 +16,15 @@ pub fn kept_positions(m: u32, skip: u32) -> impl Iterator<Item = u32> {
 /// A readout's score at horizon `w`, oriented so that larger favours a cut.
 ///
 /// RR (paper equation 1): the mean of the cosines at positions `s..min(w, m)`, in [-1, 1]. LR (equation 2) and KL: the mean of the
-/// damages, or divergences, at tokens `s + 1..min(w, m)`, in nats, negated.
+/// damages, or divergences, at tokens `s + 1..min(w, m)`, in nats, negated. The embedding boundary: its one value, in [0, 2], whatever the horizon.
 ///
 /// NaN if the curve is empty, if the horizon leaves no term, or if the horizon is not kept (it is neither a multiple of 8 nor at least
 /// `m`).
 #[must_use]
 pub fn score_at(readout: Readout, curve: &[f32], m: u32, skip: u32, horizon: u32) -> f32 {
+    if readout == Readout::Embed {
+        return curve.first().copied().unwrap_or(f32::NAN);
+    }
     let (end, first) = (horizon.min(m), readout.first(skip));
     if end <= first {
         return f32::NAN;

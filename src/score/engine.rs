@@ -38,13 +38,14 @@ pub struct EdgeCurves {
 }
 
 impl EdgeCurves {
-    /// The curve of a readout.
+    /// The curve of a readout; none of one that is not of the reset pass.
     #[must_use]
-    pub fn get(&self, readout: Readout) -> &Curve {
+    pub fn get(&self, readout: Readout) -> &[f32] {
         match readout {
             Readout::Rr => &self.rr,
             Readout::Lr => &self.lr,
             Readout::Kl => &self.kl,
+            Readout::Embed => &[],
         }
     }
 }

@@ -1,11 +1,13 @@
 //! Scoring: the reset pass, its comparison with the full pass, and the engine that packs windows of many documents into batches.
 //!
-//! Owns the readouts of the reset pass (RR, LR, KL) and their curves. Promises: the curve of an edge has the same bits whatever batch, thread or neighbour
-//! it was computed with. Knows nothing of files or the cache.
+//! Owns the readouts of the reset pass (RR, LR, KL) and their curves, and the embedding boundary. Promises: the curve of an edge has the same bits whatever
+//! batch, thread or neighbour it was computed with. Knows nothing of files or the cache.
 
+mod boundary;
 mod curve;
 mod engine;
 
+pub use boundary::{EMBED_TOKENS, EmbeddingBoundary, sides};
 pub use curve::{Curve, kept_positions, score_at};
 pub use engine::{Document, EdgeCurves, Engine, EngineStats};
 
@@ -35,7 +37,7 @@ pub enum ScoreError {
     Worker(String),
 }
 
-/// A readout of the reset pass.
+/// What an edge is scored by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Readout {
     /// Right Reset: cosines of full and reset states (paper equation 1).
@@ -44,6 +46,8 @@ pub enum Readout {
     Lr,
     /// KL divergence of the reset pass's predictions from those of the full pass.
     Kl,
+    /// Embedding boundary: distance of the texts on both sides to a text encoder. Needs no reset pass, and has one value in place of a curve.
+    Embed,
 }
 
 impl Readout {
@@ -54,14 +58,16 @@ impl Readout {
             Self::Rr => "rr",
             Self::Lr => "lr",
             Self::Kl => "kl",
+            Self::Embed => "embed",
         }
     }
 
     /// Terms left out of a score at the start of the window: `s` positions for RR, `s + 1` tokens for LR and KL, which speak of the
-    /// token after a position.
+    /// token after a position, none for the embedding boundary.
     #[must_use]
     pub fn first(self, skip: u32) -> u32 {
         match self {
+            Self::Embed => 0,
             Self::Rr => skip,
             Self::Lr | Self::Kl => skip + 1,
         }
@@ -93,6 +99,7 @@ impl Readouts {
             Readout::Rr => self.rr.is_some(),
             Readout::Lr => self.lr,
             Readout::Kl => self.kl,
+            Readout::Embed => false,
         }
     }
 

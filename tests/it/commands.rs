@@ -376,3 +376,38 @@ fn copies_in_one_batch_are_scored_once_and_each_is_counted() {
     assert_eq!(counts("again"), [5, 0, 2]);
     assert_eq!(sizes("out"), sizes("again"));
 }
+
+#[test]
+fn the_embedding_boundary_is_a_readout_with_an_encoder_and_records_of_its_own() {
+    let place = Place::with_documents(&prose(6, 60));
+    let encoder = format!("score.encoder={}", root().join("tests/golden/encoder").display());
+    let run = |out: &str, readouts: &str, more: &[&str]| {
+        let readouts = format!("score.readouts={readouts}");
+        place.run(&[&["--output", out, "--set", &encoder, "--set", &readouts], more].concat())
+    };
+    run("embed", "[\"embed\"]", &[]).ok();
+    let summary = place.summary("embed");
+    assert!(summary["documents"]["scored"].as_u64().unwrap() > 3);
+    assert_eq!(summary["scoring"]["model_loaded"], false, "only the encoder ran");
+    let scores = |out: &str| -> Vec<f64> { place.chunks(out).iter().filter_map(|c| c["cut_score"].as_f64()).collect() };
+    assert!(scores("embed").len() > 5 && scores("embed").iter().all(|s| (0.0..=2.0).contains(s)));
+    // Threads, neighbours and the cache change nothing.
+    let mut command = vec!["--set", "cache.mode=off", "--threads", "1"];
+    run("alone", "[\"embed\"]", &command).ok();
+    command[3] = "3";
+    run("three", "[\"embed\"]", &command).ok();
+    assert!(place.data("alone") == place.data("embed") && place.data("three") == place.data("embed"));
+    // With RR beside it, only RR is missing; fused weights need no inference.
+    run("both", "[\"rr\", \"embed\"]", &["--set", "segment.utility={ embed = 1.0 }"]).ok();
+    assert!(scores("both") == scores("embed"));
+    let cached = ["--set", "cache.on_miss=error", "--set", "segment.utility={ \"rr@16\" = 1.0, embed = 0.5 }"];
+    run("fused", "[\"embed\", \"rr\"]", &cached).ok();
+    assert!(place.chunks("fused").iter().any(|c| c["cut_embed"].is_number() && c["cut_rr"].is_number()));
+    run("rr", "[\"rr\"]", &["--set", "cache.on_miss=error"]).ok();
+
+    run("x", "[\"embed\"]", &["--set", "segment.utility={ \"embed@16\" = 1.0 }"]).fails(1, "no horizon");
+    run("x", "[\"embed\"]", &["--set", "score.encoder=minilm-l6"]).fails(1, "models fetch minilm-l6");
+    let tiny = format!("score.encoder={}", root().join("tests/tiny").display());
+    run("x", "[\"embed\"]", &["--set", &tiny]).fails(1, "an encoder must be of type");
+    place.tool(&["models", "show", &root().join("tests/golden/encoder").display().to_string()]).ok();
+}

@@ -34,9 +34,10 @@ impl Hub {
     fn start(faults: Faults) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let endpoint = format!("http://{}", listener.local_addr().unwrap());
-        let files: BTreeMap<String, Vec<u8>> = ["config.json", "tokenizer.json", "model.safetensors"]
+        let mut files: BTreeMap<String, Vec<u8>> = ["config.json", "tokenizer.json", "model.safetensors"]
             .map(|name| (name.to_owned(), std::fs::read(root().join("tests/tiny").join(name)).unwrap()))
             .into();
+        files.insert("1_Pooling/config.json".into(), b"{\"pooling_mode\": \"cls\"}".to_vec());
         let (faults, seen) = (Arc::new(Mutex::new(faults)), Arc::new(Mutex::new(Vec::new())));
         let (shared, log, own) = (Arc::clone(&faults), Arc::clone(&seen), endpoint.clone());
         std::thread::spawn(move || {
@@ -102,6 +103,7 @@ fn serve(stream: TcpStream, own: &str, files: &BTreeMap<String, Vec<u8>>, faults
         let listed = size("model.safetensors") - u64::from(f.wrong_size);
         let body = json!({ "sha": SHA, "siblings": [
             { "rfilename": "README.md", "size": 3 },
+            { "rfilename": "1_Pooling/config.json" },
             { "rfilename": "config.json", "size": size("config.json") },
             { "rfilename": "tokenizer.json", "size": size("tokenizer.json") },
             { "rfilename": "model.safetensors", "size": listed, "lfs": { "sha256": hash, "size": listed } },
@@ -137,6 +139,7 @@ fn a_model_is_fetched_once_recorded_and_used_by_its_name() {
     for name in ["config.json", "tokenizer.json", "model.safetensors"] {
         assert!(std::fs::read(folder.join(name)).unwrap() == std::fs::read(root().join("tests/tiny").join(name)).unwrap());
     }
+    assert!(folder.join("1_Pooling/config.json").is_file(), "what an encoder has besides");
     place.run(&["--models-dir", "models", "--set", "model.name=org/tiny"]).ok();
     place.run(&["--models-dir", "models", "--set", "model.name=org/other"]).fails(1, "models fetch org/other");
     // Without it, nothing listens where the model would come from, and nothing is asked.

@@ -1,4 +1,4 @@
-//! Causal attention within one sequence, in blocks of queries.
+//! Attention within one sequence, in blocks of queries.
 
 use super::Buffer;
 use super::kernels::{self, Input, Isa, PANEL, Rows, Store};
@@ -19,6 +19,8 @@ pub struct AttentionShape {
     pub scale: f32,
     /// Tokens that a token sees back to, itself included; none is all.
     pub window: Option<usize>,
+    /// Whether a token sees those before it and itself alone; else all see all, and there is no window.
+    pub causal: bool,
 }
 
 impl AttentionShape {
@@ -29,7 +31,7 @@ impl AttentionShape {
     }
 }
 
-/// Buffers of [`causal_attention`].
+/// Buffers of [`attention`].
 #[derive(Debug, Default)]
 pub struct AttentionScratch {
     keys: Buffer,
@@ -37,12 +39,12 @@ pub struct AttentionScratch {
     scores: Buffer,
 }
 
-/// Attends each token of one sequence to itself and the tokens before it, or those of them in its window.
+/// Attends each token of one sequence to the tokens that it sees.
 ///
 /// `qkv` holds a row of queries, keys and values per token ([`AttentionShape::qkv`] floats); `out` gets `heads x head_dim` floats a row.
-pub fn causal_attention(shape: AttentionShape, qkv: &[f32], out: &mut [f32], scratch: &mut AttentionScratch) {
+pub fn attention(shape: AttentionShape, qkv: &[f32], out: &mut [f32], scratch: &mut AttentionScratch) {
     let isa = Isa::best();
-    let AttentionShape { heads, kv_heads, head_dim, scale, window } = shape;
+    let AttentionShape { heads, kv_heads, head_dim, scale, window, causal } = shape;
     let (row, group, width) = (shape.qkv(), heads / kv_heads, heads * head_dim);
     let tokens = qkv.len() / row;
     let key_panels = tokens.div_ceil(PANEL);
@@ -70,14 +72,14 @@ pub fn causal_attention(shape: AttentionShape, qkv: &[f32], out: &mut [f32], scr
                 let before = |query: usize| window.map_or(0, |window| (query + 1).saturating_sub(window));
                 // Keys from the panel in which the first query's window begins.
                 let start = before(first) / PANEL * PANEL;
-                let seen = first + rows - start;
+                let seen = if causal { first + rows } else { tokens } - start;
                 let data = &qkv[first * row + head * head_dim..];
                 let queries = Input::Plain(Rows { data, rows, width: head_dim, stride: row });
                 kernels::product(isa, queries, &keys[start * head_dim..], seen, scores, seen, Store::Set);
                 for (query, scores) in (first..).zip(scores.chunks_exact_mut(seen).take(rows)) {
                     let (hidden, scores) = scores.split_at_mut(before(query) - start);
                     hidden.fill(0.0);
-                    kernels::softmax(isa, scores, query + 1 - before(query), scale);
+                    kernels::softmax(isa, scores, if causal { query + 1 } else { tokens } - before(query), scale);
                 }
                 // The values of a head are `seen` rows deep: each panel is cut to them.
                 for p in 0..value_panels {
@@ -99,8 +101,9 @@ mod tests {
     #[test]
     fn equals_the_definition_for_every_length_and_window_and_ignores_what_follows() {
         for window in [None, Some(1), Some(7), Some(48), Some(60), Some(200)] {
-            check(AttentionShape { heads: 4, kv_heads: 2, head_dim: 40, scale: 0.2, window });
+            check(AttentionShape { heads: 4, kv_heads: 2, head_dim: 40, scale: 0.2, window, causal: true });
         }
+        check(AttentionShape { heads: 4, kv_heads: 2, head_dim: 40, scale: 0.2, window: None, causal: false });
     }
 
     fn check(shape: AttentionShape) {
@@ -109,26 +112,31 @@ mod tests {
         let qkv: Vec<f32> = (0..tokens * row).map(|i| ((i * 7919 % 1009) as f32 / 1009.0 - 0.5) * 3.0).collect();
         let mut scratch = AttentionScratch::default();
         let mut whole = vec![0.0; tokens * 160];
-        causal_attention(shape, &qkv, &mut whole, &mut scratch);
+        attention(shape, &qkv, &mut whole, &mut scratch);
         for t in [0, 1, 31, 47, 48, 95, 116] {
             for head in 0..4 {
                 let q = &qkv[t * row + head * 40..][..40];
                 let at = |j: usize, from: usize| &qkv[j * row + from..][..40];
                 let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum::<f64>();
                 let from = shape.window.map_or(0, |w| (t + 1).saturating_sub(w));
-                let raw: Vec<f64> = (from..=t).map(|j| dot(q, at(j, (4 + head / 2) * 40)) * 0.2).collect();
+                let to = if shape.causal { t } else { tokens - 1 };
+                let raw: Vec<f64> = (from..=to).map(|j| dot(q, at(j, (4 + head / 2) * 40)) * 0.2).collect();
                 let top = raw.iter().copied().fold(f64::MIN, f64::max);
                 let sum: f64 = raw.iter().map(|s| (s - top).exp()).sum();
                 for i in 0..40 {
-                    let exact: f64 = (from..=t).map(|j| (raw[j - from] - top).exp() / sum * f64::from(at(j, (6 + head / 2) * 40)[i])).sum();
+                    let exact: f64 =
+                        (from..=to).map(|j| (raw[j - from] - top).exp() / sum * f64::from(at(j, (6 + head / 2) * 40)[i])).sum();
                     assert!((f64::from(whole[t * 160 + head * 40 + i]) - exact).abs() < 1e-5);
                 }
             }
         }
+        if !shape.causal {
+            return;
+        }
         // A shorter sequence has the same bits: what comes later is never seen.
         for short in [1, 20, 50, 100] {
             let mut out = vec![0.0; short * 160];
-            causal_attention(shape, &qkv[..short * row], &mut out, &mut scratch);
+            attention(shape, &qkv[..short * row], &mut out, &mut scratch);
             assert_eq!(out, whole[..short * 160]);
         }
     }

@@ -12,7 +12,7 @@ mod memory;
 
 use std::cell::RefCell;
 
-pub use attention::{AttentionScratch, AttentionShape, causal_attention};
+pub use attention::{AttentionScratch, AttentionShape, attention};
 pub use delta::{DeltaScratch, DeltaShape, ShortConvolution, gated_delta};
 pub use head::{Head, HeadScratch};
 pub use kernels::Activation;
