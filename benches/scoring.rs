@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use arrow::array::{ArrayRef, RecordBatch, StringArray};
 use futures::StreamExt;
+use right_reset::model::ops::Device;
 use right_reset::model::{self, Load, Tap};
 use right_reset::pipeline::spec::Pipeline;
 use right_reset::pipeline::{Operator, Scorer};
@@ -44,7 +45,7 @@ fn main() {
     let tokens: usize = documents.iter().map(|d| d.ids.len()).sum();
     let edges: usize = documents.iter().map(|d| d.edges.len()).sum();
 
-    let trunk = model::load_trunk(&found.path, Load { depth: 22, extra: 0, head: false }).unwrap();
+    let trunk = model::load_trunk(&found.path, Load { depth: 22, extra: 0, head: false, device: Device::Cpu }).unwrap();
     let spec = ScoreSpec {
         window: 24,
         skip: 1,

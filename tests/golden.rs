@@ -7,13 +7,13 @@ mod common;
 
 use std::path::{Path, PathBuf};
 
-use right_reset::model::ops::HeadScratch;
+use right_reset::model::ops::{Device, HeadScratch};
 use right_reset::model::{self, Batch, Encoder, EncoderScratch, Load, Scratch, Tap, Trunk};
 use right_reset::score::{Document, Engine, Positions, Prefix, Readout, Readouts, ScoreSpec, kept_positions, score_at};
 use safetensors::SafeTensors;
 use serde_json::Value;
 
-const ALL: Load = Load { depth: usize::MAX, extra: 64, head: true };
+const ALL: Load = Load { depth: usize::MAX, extra: 64, head: true, device: Device::Cpu };
 
 fn spec(readouts: Readouts, window: u32, positions: Positions) -> ScoreSpec {
     ScoreSpec { window, skip: 1, readouts, positions, prefix: Prefix::Tokens(vec![]), bos: None, context: 8192 }
@@ -80,7 +80,7 @@ fn check_architecture(dir: &Path) {
         // Logits of every row.
         let head = trunk.head().unwrap();
         let mut logits = vec![0.0; span.len() * head.vocab()];
-        head.logits(&found[layers + 1][span.start * hidden..span.end * hidden], &mut logits, &mut HeadScratch::default());
+        head.logits(&found[layers + 1][span.start * hidden..span.end * hidden], &mut logits, &mut HeadScratch::default()).unwrap();
         let what = sequence.checked_sub(1).map_or("full.logits".to_owned(), |i| format!("reset.{}.logits", places[i]));
         let off = distance(&logits, &states, &what);
         assert!(off < 1e-4, "{name}: {what} is off by {off:.2e}");
@@ -320,7 +320,7 @@ fn gguf_files_hold_the_same_models() {
             let trunk = model::load_trunk(path, ALL).unwrap_or_else(|e| panic!("{architecture}: {e}"));
             let states = trunk.forward(&batch, &[Tap::Layer(2), Tap::Final], &mut Scratch::default()).unwrap();
             let mut logits = vec![0.0; batch.ids.len() * trunk.shape().vocab];
-            trunk.head().unwrap().logits(&states[1], &mut logits, &mut HeadScratch::default());
+            trunk.head().unwrap().logits(&states[1], &mut logits, &mut HeadScratch::default()).unwrap();
             (states, logits)
         };
         assert!(states(&path) == states(&dir), "{architecture}: the GGUF file gives other states than the hub directory");

@@ -64,10 +64,12 @@ pub(super) fn summary(s: &Summary) {
             s.scoring.source_tokens, s.scoring.forward_tokens, s.scoring.tokens_per_second
         );
     } else {
-        eprintln!(
-            "scoring    none{}",
-            if s.scoring.tokenizer_loaded { " (the tokenizer ran)" } else { ": no model, no tokenizer was loaded" }
-        );
+        let what = match (s.scoring.encoder_loaded, s.scoring.tokenizer_loaded) {
+            (true, _) => "by the text encoder alone",
+            (false, true) => "none (the tokenizer ran)",
+            (false, false) => "none: no model, no tokenizer was loaded",
+        };
+        eprintln!("scoring    {what}");
     }
     if s.cache_unsound + s.cache_unwritten > 0 {
         eprintln!("cache      {} unsound records not used, {} records not written", s.cache_unsound, s.cache_unwritten);

@@ -75,11 +75,16 @@ struct Config {
     intermediate_size: usize,
     hidden_act: String,
     max_position_embeddings: usize,
+    #[serde(default = "default_types")]
     type_vocab_size: usize,
     #[serde(default = "default_eps")]
     layer_norm_eps: f32,
     #[serde(default)]
     position_embedding_type: Option<String>,
+}
+
+fn default_types() -> usize {
+    2
 }
 
 fn default_eps() -> f32 {
@@ -349,12 +354,12 @@ impl Encoder {
         self.norm.forward(normed, x);
         let (qkv, attended) = (scratch.qkv.get(3 * len), scratch.attended.get(len));
         for block in &self.blocks {
-            block.qkv.forward(x, qkv, Output::Set);
+            block.qkv.forward(x, qkv, Output::Set)?;
             attend(self.shape, batch, qkv, attended, &mut scratch.attention);
-            block.output.forward(attended, x, Output::Add);
+            block.output.forward(attended, x, Output::Add)?;
             block.attention_norm.forward(x, normed);
             x.copy_from_slice(normed);
-            block.feed_forward.add(x, normed, &mut scratch.feed_forward);
+            block.feed_forward.add(x, normed, &mut scratch.feed_forward)?;
             block.feed_forward_norm.forward(normed, x);
         }
         Ok(())

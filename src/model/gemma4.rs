@@ -263,7 +263,7 @@ impl Gemma4 {
         Ok(Self { embedding: Embedding::new(hidden, table), per_layer, config, blocks, norm, rotaries, head })
     }
 
-    fn attend(&self, index: usize, batch: &Batch, scratch: &mut Scratch) {
+    fn attend(&self, index: usize, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
         let (c, block, layer) = (&self.config, &self.blocks[index], &self.config.layers[index]);
         let window = (!layer.full).then_some(c.window);
         let shape = AttentionShape { heads: c.heads, kv_heads: layer.kv_heads, head_dim: layer.head_dim, scale: 1.0, window, causal: true };
@@ -281,7 +281,7 @@ impl Gemma4 {
             let normed = &mut normed[..x.len()];
             let products = &mut products[..x.len() / c.hidden * block.qkv.outputs()];
             block.norm.forward(x, normed);
-            block.qkv.forward(normed, products, Output::Set);
+            block.qkv.forward(normed, products, Output::Set)?;
             let rows = qkv.chunks_exact_mut(width).zip(products.chunks_exact(block.qkv.outputs())).zip(shared.chunks_exact_mut(2 * kv));
             for (((row, product), shared), &position) in rows.zip(positions) {
                 row[..product.len()].copy_from_slice(product);
@@ -299,6 +299,7 @@ impl Gemma4 {
             }
         }
         attend(shape, batch, qkv, attended, &mut scratch.attention);
+        Ok(())
     }
 }
 
@@ -328,7 +329,7 @@ impl Architecture for Gemma4 {
     }
 
     fn block(&self, index: usize, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
-        self.attend(index, batch, scratch);
+        self.attend(index, batch, scratch)?;
         let (c, block) = (&self.config, &self.blocks[index]);
         let q = c.heads * c.layers[index].head_dim;
         let tokens = batch.ids.len();
@@ -342,17 +343,17 @@ impl Architecture for Gemma4 {
         for (((x, attended), start), ids) in rows.zip(batch.ids.chunks(ROW_TILE)) {
             let (normed, part) = (&mut normed[..x.len()], &mut part[..x.len()]);
             let add = |x: &mut [f32], part: &[f32]| x.iter_mut().zip(part).for_each(|(x, p)| *x += p);
-            block.output.forward(attended, part, Output::Set);
+            block.output.forward(attended, part, Output::Set)?;
             block.output_norm.in_place(part);
             add(x, part);
             block.feed_forward_norm.forward(x, normed);
             part.fill(0.0);
-            block.feed_forward.add(normed, part, &mut scratch.feed_forward);
+            block.feed_forward.add(normed, part, &mut scratch.feed_forward)?;
             block.after_norm.in_place(part);
             add(x, part);
             if let (Some(own), Some((table, norm))) = (&block.per_layer, &self.per_layer) {
                 let (inputs, gates) = inputs[..2 * ids.len() * c.per_layer].split_at_mut(ids.len() * c.per_layer);
-                own.projection.forward(start, inputs, Output::Set);
+                own.projection.forward(start, inputs, Output::Set)?;
                 norm.in_place(inputs);
                 // (projection + sqrt(size) * embedding) / sqrt(2)
                 table.forward_part(ids, index * c.per_layer, gates)?;
@@ -360,9 +361,9 @@ impl Architecture for Gemma4 {
                 for (input, embedding) in inputs.iter_mut().zip(gates.iter()) {
                     *input = (*input + embedding * scale) * std::f32::consts::FRAC_1_SQRT_2;
                 }
-                own.gate.forward(x, gates, Output::Set);
+                own.gate.forward(x, gates, Output::Set)?;
                 mul_activated(c.activation, gates, inputs);
-                own.output.forward(inputs, part, Output::Set);
+                own.output.forward(inputs, part, Output::Set)?;
                 own.norm.in_place(part);
                 add(x, part);
             }

@@ -164,14 +164,14 @@ impl Architecture for Gpt2 {
         for (x, qkv) in x.chunks(ROW_TILE * c.hidden).zip(qkv.chunks_mut(ROW_TILE * width)) {
             let normed = &mut normed[..x.len()];
             block.attention_norm.forward(x, normed);
-            block.qkv.forward(normed, qkv, Output::Set);
+            block.qkv.forward(normed, qkv, Output::Set)?;
         }
         attend(shape, batch, qkv, attended, &mut scratch.attention);
         for (x, attended) in x.chunks_mut(ROW_TILE * c.hidden).zip(attended.chunks(ROW_TILE * c.hidden)) {
             let normed = &mut normed[..x.len()];
-            block.output.forward(attended, x, Output::Add);
+            block.output.forward(attended, x, Output::Add)?;
             block.feed_forward_norm.forward(x, normed);
-            block.feed_forward.add(normed, x, &mut scratch.feed_forward);
+            block.feed_forward.add(normed, x, &mut scratch.feed_forward)?;
         }
         Ok(())
     }

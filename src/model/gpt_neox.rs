@@ -171,7 +171,7 @@ impl Architecture for GptNeox {
         {
             let normed = &mut normed[..x.len()];
             block.attention_norm.forward(x, normed);
-            block.qkv.forward(normed, qkv, Output::Set);
+            block.qkv.forward(normed, qkv, Output::Set)?;
             for (row, &position) in qkv.chunks_exact_mut(width).zip(positions) {
                 self.rotary.forward(row, 2 * c.heads, position);
             }
@@ -181,12 +181,12 @@ impl Architecture for GptNeox {
             let normed = &mut normed[..x.len()];
             if c.parallel {
                 block.feed_forward_norm.forward(x, normed);
-                block.output.forward(attended, x, Output::Add);
+                block.output.forward(attended, x, Output::Add)?;
             } else {
-                block.output.forward(attended, x, Output::Add);
+                block.output.forward(attended, x, Output::Add)?;
                 block.feed_forward_norm.forward(x, normed);
             }
-            block.feed_forward.add(normed, x, &mut scratch.feed_forward);
+            block.feed_forward.add(normed, x, &mut scratch.feed_forward)?;
         }
         Ok(())
     }

@@ -214,7 +214,7 @@ impl Architecture for Llama {
         {
             let normed = &mut normed[..x.len()];
             block.attention_norm.forward(x, normed);
-            block.qkv.forward(normed, qkv, Output::Set);
+            block.qkv.forward(normed, qkv, Output::Set)?;
             for (row, &position) in qkv.chunks_exact_mut(width).zip(positions) {
                 if let Some([queries, keys]) = &block.head_norms {
                     let (q, rest) = row.split_at_mut(attended_width);
@@ -227,9 +227,9 @@ impl Architecture for Llama {
         attend(shape, batch, qkv, attended, &mut scratch.attention);
         for (x, attended) in x.chunks_mut(ROW_TILE * c.hidden).zip(attended.chunks(ROW_TILE * attended_width)) {
             let normed = &mut normed[..x.len()];
-            block.output.forward(attended, x, Output::Add);
+            block.output.forward(attended, x, Output::Add)?;
             block.feed_forward_norm.forward(x, normed);
-            block.feed_forward.add(normed, x, &mut scratch.feed_forward);
+            block.feed_forward.add(normed, x, &mut scratch.feed_forward)?;
         }
         Ok(())
     }

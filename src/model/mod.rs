@@ -80,6 +80,9 @@ pub enum ModelError {
         /// Positions there are.
         context: usize,
     },
+    /// An accelerator is missing or failed.
+    #[error("the accelerator: {0}; check model.device, or use \"cpu\"")]
+    Device(String),
     /// The tokenizer is unusable.
     #[error(transparent)]
     Text(#[from] crate::text::TextError),
@@ -161,6 +164,8 @@ pub struct Load {
     pub extra: usize,
     /// Whether the output head comes too.
     pub head: bool,
+    /// Where products run.
+    pub device: ops::Device,
 }
 
 /// A causal language model: tokens in, hidden states out, and a head that makes logits of them. Holds no state between calls.
@@ -269,5 +274,38 @@ impl<A: Architecture> Trunk for A {
 
     fn head(&self) -> Option<&Head> {
         Architecture::head(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    /// The path of accelerators, on candle's own processor.
+    #[test]
+    fn every_architecture_runs_on_a_device_as_it_does_here_and_its_rows_depend_on_nothing_beside_them() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/arch");
+        for name in ["llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma4", "qwen3_5"] {
+            let load = Load { depth: usize::MAX, extra: 0, head: true, device: ops::Device::Cpu };
+            let here = load_trunk(&folder.join(name), load).unwrap();
+            let there = registry::load_trunk_on(&folder.join(name), load, Some(candle_core::Device::Cpu)).unwrap();
+            let mut batch = Batch::default();
+            batch.push((0..40).map(|i| (3 + i * 7 % 150, i)));
+            batch.push((0..9).map(|i| (5 + i * 11 % 150, i + 20)));
+            let run = |trunk: &dyn Trunk, batch: &Batch| trunk.forward(batch, &[Tap::Final], &mut Scratch::default()).unwrap().remove(0);
+            let (expected, found) = (run(here.as_ref(), &batch), run(there.as_ref(), &batch));
+            let size = expected.iter().fold(0.0_f32, |m, v| m.max(v.abs()));
+            assert!(expected.iter().zip(&found).all(|(e, f)| (e - f).abs() < 1e-4 * size), "{name}");
+            let mut alone = Batch::default();
+            alone.push((0..9).map(|i| (5 + i * 11 % 150, i + 20)));
+            let hidden = here.shape().hidden;
+            assert_eq!(run(there.as_ref(), &alone), found[40 * hidden..], "{name}");
+            let log = |trunk: &dyn Trunk| {
+                trunk.head().unwrap().log_probabilities(&expected[..2 * hidden], &[4, 9], &mut ops::HeadScratch::default()).unwrap()
+            };
+            assert!(log(here.as_ref()).iter().zip(log(there.as_ref())).all(|(a, b)| (a - b).abs() < 1e-4), "{name}");
+        }
     }
 }

@@ -204,7 +204,7 @@ impl Qwen35 {
         Ok(Self { embedding: Embedding::new(hidden, table), config, blocks, norm, rotary, head })
     }
 
-    fn attend(&self, attention: &Attention, norm: &RmsNorm, batch: &Batch, scratch: &mut Scratch) {
+    fn attend(&self, attention: &Attention, norm: &RmsNorm, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
         let c = &self.config;
         let scale = 1.0 / (c.head_dim as f32).sqrt();
         let shape = AttentionShape { heads: c.heads, kv_heads: c.kv_heads, head_dim: c.head_dim, scale, window: None, causal: true };
@@ -217,8 +217,8 @@ impl Qwen35 {
         for (((x, qkv), gates), positions) in rows.zip(batch.positions.chunks(ROW_TILE)) {
             let normed = &mut normed[..x.len()];
             norm.forward(x, normed);
-            attention.qkv.forward(normed, qkv, Output::Set);
-            attention.gate.forward(normed, gates, Output::Set);
+            attention.qkv.forward(normed, qkv, Output::Set)?;
+            attention.gate.forward(normed, gates, Output::Set)?;
             for (row, &position) in qkv.chunks_exact_mut(width).zip(positions) {
                 let (queries, rest) = row.split_at_mut(q);
                 attention.head_norms[0].in_place(queries);
@@ -228,9 +228,10 @@ impl Qwen35 {
         }
         attend(shape, batch, qkv, attended, &mut scratch.attention);
         mul_sigmoid(gates, attended);
+        Ok(())
     }
 
-    fn delta(&self, delta: &Delta, norm: &RmsNorm, batch: &Batch, scratch: &mut Scratch) {
+    fn delta(&self, delta: &Delta, norm: &RmsNorm, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
         let c = &self.config;
         let shape = c.delta();
         let (tokens, width, values, n) = (batch.ids.len(), shape.qkv(), shape.values(), shape.value_heads);
@@ -243,8 +244,8 @@ impl Qwen35 {
         for ((x, qkv), gates) in rows {
             let normed = &mut normed[..x.len()];
             norm.forward(x, normed);
-            delta.qkv.forward(normed, qkv, Output::Set);
-            delta.gates.forward(normed, gates, Output::Set);
+            delta.qkv.forward(normed, qkv, Output::Set)?;
+            delta.gates.forward(normed, gates, Output::Set)?;
         }
         let (steps, decays) = scratch.steps.get(2 * tokens * n).split_at_mut(tokens * n);
         for ((row, steps), decays) in gates.chunks_exact(gate_width).zip(steps.chunks_exact_mut(n)).zip(decays.chunks_exact_mut(n)) {
@@ -268,6 +269,7 @@ impl Qwen35 {
             delta.norm.in_place(mixed);
             mul_activated(Activation::Silu, &gates[..values], mixed);
         }
+        Ok(())
     }
 }
 
@@ -293,11 +295,11 @@ impl Architecture for Qwen35 {
         let (c, block) = (&self.config, &self.blocks[layer]);
         let width = match &block.mixer {
             Mixer::Attention(attention) => {
-                self.attend(attention, &block.norm, batch, scratch);
+                self.attend(attention, &block.norm, batch, scratch)?;
                 c.heads * c.head_dim
             }
             Mixer::Delta(delta) => {
-                self.delta(delta, &block.norm, batch, scratch);
+                self.delta(delta, &block.norm, batch, scratch)?;
                 c.delta().values()
             }
         };
@@ -306,9 +308,9 @@ impl Architecture for Qwen35 {
         let normed = scratch.normed.get(ROW_TILE * c.hidden);
         for (x, mixed) in x.chunks_mut(ROW_TILE * c.hidden).zip(mixed.chunks(ROW_TILE * width)) {
             let normed = &mut normed[..x.len()];
-            block.output.forward(mixed, x, Output::Add);
+            block.output.forward(mixed, x, Output::Add)?;
             block.feed_forward_norm.forward(x, normed);
-            block.feed_forward.add(normed, x, &mut scratch.feed_forward);
+            block.feed_forward.add(normed, x, &mut scratch.feed_forward)?;
         }
         Ok(())
     }

@@ -9,6 +9,7 @@ use candle_core::quantized::gguf_file::Value;
 use serde::{Deserialize, Serialize};
 
 use super::config::Config;
+use super::ops::placed;
 use super::weights::{self, Weights, checkpoint};
 use super::{FetchProgress, HubName, Load, ModelError, Trunk};
 use crate::text::Tokenizer;
@@ -237,8 +238,13 @@ pub fn resolve(name: &str, models: &Path) -> Result<ModelPath, ModelError> {
 /// Loads a model, or as much of it as is asked for.
 ///
 /// # Errors
-/// [`ModelError`] if the checkpoint is unreadable, damaged, incomplete or of an unknown architecture.
+/// [`ModelError`] if the checkpoint is unreadable, damaged, incomplete or of an unknown architecture, or the device is not there.
 pub fn load_trunk(path: &Path, load: Load) -> Result<Arc<dyn Trunk>, ModelError> {
+    load_trunk_on(path, load, load.device.open()?)
+}
+
+/// [`load_trunk`] with the products on an open device of candle's.
+pub(super) fn load_trunk_on(path: &Path, load: Load, device: Option<candle_core::Device>) -> Result<Arc<dyn Trunk>, ModelError> {
     let (architecture, config) = read_config(path)?;
     let mut weights = if path.is_dir() {
         Weights::open_hub(path)?
@@ -250,7 +256,7 @@ pub fn load_trunk(path: &Path, load: Load) -> Result<Arc<dyn Trunk>, ModelError>
         };
         Weights::open_gguf(path, interleaved)?
     };
-    config.load(&mut weights, load)
+    placed(device, || config.load(&mut weights, load))
 }
 
 /// Loads the tokenizer that belongs to a model.

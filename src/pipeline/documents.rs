@@ -14,6 +14,7 @@ use super::spec::{CacheMode, Layer, OnMiss, Pipeline, PositionsWord, ReadoutWord
 use super::utility::{ReadoutCurves, Recipe};
 use crate::cache::{Namespace, NamespaceId, NoStore, ScoreStore, SledStore, decode_curves, decode_edges, encode_curves, encode_edges};
 use crate::io::{SourceBatch, TextCell};
+use crate::model::ops::Device;
 use crate::model::{self, Encoder, EncoderIdentity, Identity, Load, ModelError, ModelPath, Tap};
 use crate::score::{
     Curve, Document, EMBED_TOKENS, EmbeddingBoundary, Engine, EngineStats, KERNEL_REVISION, Positions, Prefix, Readout, Readouts,
@@ -138,6 +139,7 @@ struct ScoreSettings {
     prefix: PrefixWords,
     bos: Option<u32>,
     context: u32,
+    device: Device,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -268,6 +270,10 @@ impl Scorer {
         self.store.as_ref()
     }
 
+    pub(super) fn encoder_loaded(&self) -> bool {
+        self.boundary.initialized()
+    }
+
     pub(super) fn engine_stats(&self) -> Option<EngineStats> {
         self.engine.get().map(|e| e.stats())
     }
@@ -314,13 +320,13 @@ impl Scorer {
             let spec = self.score_spec(&tokenizer)?;
             self.counters.model_loaded.store(true, Ordering::Relaxed);
             tracing::info!(model = self.model.name, "loading the model");
-            let (path, threads, budget) = (self.model.path.clone(), self.threads, self.batch_tokens);
+            let (path, threads, budget, device) = (self.model.path.clone(), self.threads, self.batch_tokens, self.settings.device);
             let engine = blocking(move || {
                 let extra = match &spec.prefix {
                     Prefix::Tokens(tokens) => tokens.len(),
                     Prefix::Local(p) => *p as usize,
                 };
-                let load = Load { depth: spec.readouts.depth(), extra, head: spec.readouts.need_head() };
+                let load = Load { depth: spec.readouts.depth(), extra, head: spec.readouts.need_head(), device };
                 let trunk = model::load_trunk(&path, load)?;
                 let (tokens, rows) = (tokenizer.vocab_size(), trunk.shape().vocab);
                 if tokens > rows {
@@ -678,6 +684,7 @@ fn resolve_settings(pipeline: &Pipeline, identity: &Identity, model: &ModelPath)
         prefix,
         bos: if pipeline.model.bos { Some(bos()?) } else { None },
         context: score.context.min(u32::try_from(identity.context()).unwrap_or(u32::MAX)),
+        device: pipeline.model.device.parse().map_err(|reason: String| value("model.device", reason))?,
     };
     // What does not depend on the tokenizer is checked before any document is read.
     let prefix = match settings.prefix {
@@ -746,7 +753,7 @@ fn score_fields(identity: &Identity, policy: EdgePolicy, s: &ScoreSettings, read
         ("context", s.context.to_string()),
         ("bos", s.bos.map_or("none".into(), |id| id.to_string())),
         ("precision", "f32".into()),
-        ("device", "cpu".into()),
+        ("device", s.device.class().into()),
         ("kernel_revision", KERNEL_REVISION.to_string()),
     ]);
     // Only RR depends on where states are read.

@@ -174,6 +174,7 @@ pub async fn run(pipeline: &Pipeline, options: RunOptions) -> Result<Summary, Ru
     summary.scoring = super::summary::ScoringCounts {
         model_loaded: counters.model_loaded.load(Ordering::Relaxed),
         tokenizer_loaded: counters.tokenizer_loaded.load(Ordering::Relaxed),
+        encoder_loaded: scorer.encoder_loaded(),
         source_tokens: engine.source_tokens,
         forward_tokens: engine.forward_tokens,
         tokens_per_second: if engine.busy_seconds > 0.0 { engine.source_tokens as f64 / engine.busy_seconds } else { 0.0 },

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::model::ops::Device;
 use crate::score::Readout;
 
 /// A pipeline is at fault.
@@ -162,7 +163,7 @@ pub struct Model {
     pub name: String,
     /// Precision of inference; `auto` is f32 on every machine.
     pub precision: Precision,
-    /// Where inference runs; `cpu` is the only one of this build.
+    /// Where products run: `cpu`, `cuda:N` (built with the cargo feature `cuda`) or `metal` (feature `metal`).
     pub device: String,
     /// Put the beginning-of-sequence token before the full pass, for models that need it.
     pub bos: bool,
@@ -570,8 +571,8 @@ impl Pipeline {
         if self.edges.grid == 0 {
             return fail("edges.grid", "must be at least 1".into());
         }
-        if self.model.device != "cpu" {
-            return fail("model.device", format!("{:?} is not part of this build; use \"cpu\"", self.model.device));
+        if let Err(reason) = self.model.device.parse::<Device>() {
+            return fail("model.device", reason);
         }
         if self.model.threads == Some(0) {
             return fail("model.threads", "must be at least 1; leave it out for one per processor".into());

@@ -76,6 +76,8 @@ pub struct ScoringCounts {
     pub model_loaded: bool,
     /// Whether the tokenizer was loaded.
     pub tokenizer_loaded: bool,
+    /// Whether the text encoder was loaded.
+    pub encoder_loaded: bool,
     /// Document tokens scored.
     pub source_tokens: u64,
     /// Tokens that went through the network.

@@ -476,7 +476,7 @@ impl Shared {
             if self.spec.readouts.kl {
                 let full: Vec<f32> =
                     pairs.iter().flat_map(|(_, window, row)| &window.full.normed[row * hidden..(row + 1) * hidden]).copied().collect();
-                divergence = head.divergences(&full, &states, &mut scratch.head);
+                divergence = head.divergences(&full, &states, &mut scratch.head)?;
             }
         }
         let (mut log, mut divergence) = (log.into_iter(), divergence.into_iter());

@@ -351,6 +351,8 @@ fn readouts_have_records_of_their_own_and_fuse() {
     let edges = json_lines(&std::fs::read(place.path("e.jsonl")).unwrap());
     assert!(edges.iter().all(|e| e["rr"] == e["score"]) && edges.iter().any(|e| e["curve_lr"].is_array()));
 
+    place.run(&["--set", "model.device=cuda:0"]).fails(1, "--features cuda");
+    place.run(&["--set", "model.device=gpu"]).fails(1, "\"cuda:N\"");
     run("x", "[\"rr\", \"rr\"]", &[]).fails(1, "each once");
     run("x", "[\"rr\"]", &["--set", "segment.utility={ lr = 1.0 }"]).fails(1, "add it there");
     run("x", "[\"rr\"]", &["--set", "segment.utility={ \"rr@12\" = 1.0 }"]).fails(1, "multiple of 8");

@@ -82,7 +82,8 @@ fn promise_1_chunks_concatenate_to_the_document() {
 #[test]
 fn promise_2_a_window_has_the_same_bits_alone_or_in_any_batch() {
     let path = root().join("tests/tiny");
-    let trunk = model::load_trunk(&path, model::Load { depth: usize::MAX, extra: 64, head: true }).unwrap();
+    let trunk =
+        model::load_trunk(&path, model::Load { depth: usize::MAX, extra: 64, head: true, device: model::ops::Device::Cpu }).unwrap();
     let tokenizer = model::load_tokenizer(&path).unwrap();
     let documents: Vec<Document> = prose(12, 40)
         .iter()

@@ -67,29 +67,33 @@ impl Head {
     }
 
     /// Logits of rows of final-normed states (`rows x hidden` in, `rows x vocab` out).
-    pub fn logits(&self, states: &[f32], out: &mut [f32], scratch: &mut HeadScratch) {
+    ///
+    /// # Errors
+    /// [`ModelError::Device`] if an accelerator fails.
+    pub fn logits(&self, states: &[f32], out: &mut [f32], scratch: &mut HeadScratch) -> Result<(), ModelError> {
         let rows = states.len() / self.hidden;
         for (first, block) in (0..).step_by(COLUMNS).zip(&self.blocks) {
-            let logits = self.block(block, states, &mut scratch.logits, rows);
+            let logits = self.block(block, states, &mut scratch.logits, rows)?;
             for (logits, out) in logits.chunks_exact(block.outputs()).zip(out.chunks_exact_mut(self.vocab)) {
                 out[first..first + logits.len()].copy_from_slice(logits);
             }
         }
+        Ok(())
     }
 
-    fn block<'a>(&self, block: &Linear, states: &[f32], buffer: &'a mut Buffer, rows: usize) -> &'a [f32] {
+    fn block<'a>(&self, block: &Linear, states: &[f32], buffer: &'a mut Buffer, rows: usize) -> Result<&'a [f32], ModelError> {
         let logits = buffer.get(rows * block.outputs());
-        block.forward(states, logits, Output::Set);
+        block.forward(states, logits, Output::Set)?;
         if let Some(cap) = self.cap {
             kernels::soft_cap(Isa::best(), logits, cap);
         }
-        logits
+        Ok(logits)
     }
 
     /// The log-probability of one token after each row of final-normed states: `log softmax(logits)[target]`, in nats.
     ///
     /// # Errors
-    /// [`ModelError::TokenId`] for a target outside the vocabulary.
+    /// [`ModelError::TokenId`] for a target outside the vocabulary, [`ModelError::Device`] if an accelerator fails.
     pub fn log_probabilities(&self, states: &[f32], targets: &[u32], scratch: &mut HeadScratch) -> Result<Vec<f64>, ModelError> {
         if let Some(&id) = targets.iter().find(|&&t| t as usize >= self.vocab) {
             return Err(ModelError::TokenId { id, vocab: self.vocab });
@@ -100,7 +104,7 @@ impl Head {
             let mut running = vec![Running::START; targets.len()];
             let mut observed = vec![0.0_f32; targets.len()];
             for (first, block) in (0..).step_by(COLUMNS).zip(&self.blocks) {
-                let logits = self.block(block, states, &mut scratch.logits, targets.len());
+                let logits = self.block(block, states, &mut scratch.logits, targets.len())?;
                 let rows = logits.chunks_exact(block.outputs()).zip(targets).zip(running.iter_mut().zip(&mut observed));
                 for ((logits, &target), (running, observed)) in rows {
                     let top = kernels::largest(isa, logits);
@@ -116,15 +120,18 @@ impl Head {
     }
 
     /// KL(p || q) in nats for each pair of rows of final-normed states, p from `full` and q from `reset`, over the whole vocabulary.
-    pub fn divergences(&self, full: &[f32], reset: &[f32], scratch: &mut HeadScratch) -> Vec<f64> {
+    ///
+    /// # Errors
+    /// [`ModelError::Device`] if an accelerator fails.
+    pub fn divergences(&self, full: &[f32], reset: &[f32], scratch: &mut HeadScratch) -> Result<Vec<f64>, ModelError> {
         let isa = Isa::best();
         let mut out = Vec::with_capacity(full.len() / self.hidden);
         for (full, reset) in full.chunks(ROWS * self.hidden).zip(reset.chunks(ROWS * self.hidden)) {
             let rows = full.len() / self.hidden;
             let mut running = vec![[Running::START; 2]; rows];
             for block in &self.blocks {
-                let p = self.block(block, full, &mut scratch.logits, rows);
-                let q = self.block(block, reset, &mut scratch.others, rows);
+                let p = self.block(block, full, &mut scratch.logits, rows)?;
+                let q = self.block(block, reset, &mut scratch.others, rows)?;
                 for ((p, q), running) in p.chunks_exact(block.outputs()).zip(q.chunks_exact(block.outputs())).zip(&mut running) {
                     let (top, other) = (kernels::largest(isa, p), kernels::largest(isa, q));
                     let (sum, weighted) = kernels::sum_exp_weighted(isa, p, q, top);
@@ -135,7 +142,7 @@ impl Head {
             // sum p (log p - log q) = sum p (logit_p - logit_q) - log Z_p + log Z_q
             out.extend(running.iter().map(|[p, q]| p.weighted / p.sum - p.log() + q.log()));
         }
-        out
+        Ok(out)
     }
 }
 
@@ -154,7 +161,7 @@ mod tests {
             let head = Head::pack(hidden, &weights, cap).unwrap();
             let mut scratch = HeadScratch::default();
             let found = head.log_probabilities(&full, &targets, &mut scratch).unwrap();
-            let kl = head.divergences(&full, &reset, &mut scratch);
+            let kl = head.divergences(&full, &reset, &mut scratch).unwrap();
             let log_softmax = |state: &[f32]| -> Vec<f64> {
                 let logit = |w: &[f32]| {
                     let plain: f64 = state.iter().zip(w).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
@@ -175,7 +182,7 @@ mod tests {
                 assert_eq!(alone[0].to_bits(), found[r].to_bits());
             }
             let mut logits = vec![0.0; 2 * vocab];
-            head.logits(&full[..2 * hidden], &mut logits, &mut scratch);
+            head.logits(&full[..2 * hidden], &mut logits, &mut scratch).unwrap();
             let top = logits[..vocab].iter().copied().fold(f32::MIN, f32::max);
             let log = f64::from(top) + logits[..vocab].iter().map(|l| f64::from(l - top).exp()).sum::<f64>().ln();
             assert!((f64::from(logits[targets[0] as usize]) - log - found[0]).abs() < 1e-5);

@@ -6,6 +6,7 @@
 mod amx;
 mod attention;
 mod delta;
+mod device;
 mod head;
 mod kernels;
 mod memory;
@@ -14,6 +15,8 @@ use std::cell::RefCell;
 
 pub use attention::{AttentionScratch, AttentionShape, attention};
 pub use delta::{DeltaScratch, DeltaShape, ShortConvolution, gated_delta};
+pub use device::Device;
+pub(super) use device::placed;
 pub use head::{Head, HeadScratch};
 pub use kernels::Activation;
 
@@ -61,6 +64,7 @@ enum Packed {
     Panels(Block<f32>),
     #[cfg(target_arch = "x86_64")]
     Tiles(amx::Weights),
+    Device(device::Weights),
 }
 
 /// Buffers of products, one set per thread.
@@ -87,6 +91,10 @@ impl Linear {
         let whole = inputs > 0 && blocks.iter().all(|b| b.len() % inputs == 0);
         if !whole || bias.as_ref().is_some_and(|b| b.len() != outputs) {
             return Err(ModelError::Shape(format!("a layer of {inputs} inputs got weights of {floats} floats or a bias of another size")));
+        }
+        if let Some(device) = device::place() {
+            let weights = Packed::Device(device::Weights::pack(&device, inputs, blocks)?);
+            return Ok(Self { inputs, outputs, weights, bias });
         }
         let rows = || blocks.iter().flat_map(|b| b.chunks_exact(inputs));
         #[cfg(target_arch = "x86_64")]
@@ -115,7 +123,15 @@ impl Linear {
     }
 
     /// Computes all rows of `x` (`rows x inputs`) into `out` (`rows x outputs`).
-    pub fn forward(&self, x: &[f32], out: &mut [f32], output: Output) {
+    ///
+    /// # Errors
+    /// [`ModelError::Device`] if an accelerator fails.
+    pub fn forward(&self, x: &[f32], out: &mut [f32], output: Output) -> Result<(), ModelError> {
+        if let Packed::Device(weights) = &self.weights {
+            weights.product(x, out, output)?;
+            self.add_bias(out);
+            return Ok(());
+        }
         let (rows, width) = (x.len() / self.inputs, self.inputs);
         let store = if output == Output::Add { Store::Add } else { Store::Set };
         let x = Rows { data: x, rows, width, stride: width };
@@ -127,8 +143,11 @@ impl Linear {
                 let input = Input::Packed { data: &scratch.packed, rows, width };
                 kernels::product(Isa::best(), input, panels, self.outputs, out, self.outputs, store);
             }
+            // Taken above.
+            Packed::Device(_) => {}
         });
         self.add_bias(out);
+        Ok(())
     }
 
     fn add_bias(&self, out: &mut [f32]) {
@@ -174,7 +193,7 @@ impl GatedFeedForward {
         let width = gate_up[0].len() / inputs.max(1);
         let down = Linear::pack(width, &[down], down_bias)?;
         #[cfg(target_arch = "x86_64")]
-        if amx::available() {
+        if amx::available() && device::place().is_none() {
             let [gate, up] = &gate_up;
             let weights = Packed::Tiles(amx::Weights::pack_gated(inputs, gate, up));
             return Ok(Self { inputs, activation, gate_up: Linear { inputs, outputs: 2 * width, weights, bias: gate_up_bias }, down });
@@ -183,25 +202,34 @@ impl GatedFeedForward {
     }
 
     /// Adds the layer's output for each row of `x` to `out` (both `rows x inputs`).
-    pub fn add(&self, x: &[f32], out: &mut [f32], scratch: &mut FeedForwardScratch) {
+    ///
+    /// # Errors
+    /// [`ModelError::Device`] if an accelerator fails.
+    pub fn add(&self, x: &[f32], out: &mut [f32], scratch: &mut FeedForwardScratch) -> Result<(), ModelError> {
         #[cfg(target_arch = "x86_64")]
         if let (Packed::Tiles(gate_up), Packed::Tiles(down)) = (&self.gate_up.weights, &self.down.weights) {
             let x = Rows { data: x, rows: x.len() / self.inputs, width: self.inputs, stride: self.inputs };
             let bias = self.gate_up.bias.as_deref();
             PRODUCT.with_borrow_mut(|product| amx::gated(x, self.activation, gate_up, bias, down, &mut product.tiles, out));
             self.down.add_bias(out);
-            return;
+            return Ok(());
+        }
+        if let (Packed::Device(gate_up), Packed::Device(down)) = (&self.gate_up.weights, &self.down.weights) {
+            gate_up.feed_forward(down, self.gate_up.bias.as_deref(), self.activation, true, x, out)?;
+            self.down.add_bias(out);
+            return Ok(());
         }
         let width = self.down.inputs;
         for (x, out) in x.chunks(ROW_TILE * self.inputs).zip(out.chunks_mut(ROW_TILE * self.inputs)) {
             let rows = x.len() / self.inputs;
             let (wide, gated) = (scratch.wide.get(rows * 2 * width), scratch.gated.get(rows * width));
-            self.gate_up.forward(x, wide, Output::Set);
+            self.gate_up.forward(x, wide, Output::Set)?;
             for (x, out) in wide.chunks_exact(2 * width).zip(gated.chunks_exact_mut(width)) {
                 kernels::gate(Isa::best(), self.activation, x, out);
             }
-            self.down.forward(gated, out, Output::Add);
+            self.down.forward(gated, out, Output::Add)?;
         }
+        Ok(())
     }
 }
 
@@ -221,14 +249,23 @@ impl FeedForward {
     }
 
     /// Adds the layer's output for each row of `x` to `out` (both `rows x inputs`).
-    pub fn add(&self, x: &[f32], out: &mut [f32], scratch: &mut FeedForwardScratch) {
+    ///
+    /// # Errors
+    /// [`ModelError::Device`] if an accelerator fails.
+    pub fn add(&self, x: &[f32], out: &mut [f32], scratch: &mut FeedForwardScratch) -> Result<(), ModelError> {
+        if let (Packed::Device(up), Packed::Device(down)) = (&self.up.weights, &self.down.weights) {
+            up.feed_forward(down, self.up.bias.as_deref(), self.activation, false, x, out)?;
+            self.down.add_bias(out);
+            return Ok(());
+        }
         let inputs = self.up.inputs;
         for (x, out) in x.chunks(ROW_TILE * inputs).zip(out.chunks_mut(ROW_TILE * inputs)) {
             let wide = scratch.wide.get(x.len() / inputs * self.up.outputs);
-            self.up.forward(x, wide, Output::Set);
+            self.up.forward(x, wide, Output::Set)?;
             kernels::activate(Isa::best(), self.activation, wide);
-            self.down.forward(wide, out, Output::Add);
+            self.down.forward(wide, out, Output::Add)?;
         }
+        Ok(())
     }
 }
 
@@ -486,10 +523,15 @@ mod tests {
                 };
                 let gate_up = panels(inputs, &[gate.clone(), up.clone()].concat(), &bias);
                 let plain = GatedFeedForward { inputs, activation, gate_up, down: panels(width, &down, &down_bias) };
-                for layer in [layer.unwrap(), plain] {
+                // And as an accelerator runs it, on candle's own processor.
+                let there = placed(Some(candle_core::Device::Cpu), || {
+                    let gate_up = [gate.clone(), up.clone()];
+                    GatedFeedForward::pack(inputs, activation, gate_up, Some(bias.clone()), down.clone(), Some(down_bias.clone()))
+                });
+                for layer in [layer.unwrap(), plain, there.unwrap()] {
                     let mut scratch = FeedForwardScratch::default();
                     let mut out = vec![1.0; rows * inputs];
-                    layer.add(&x, &mut out, &mut scratch);
+                    layer.add(&x, &mut out, &mut scratch).unwrap();
                     for r in [0, rows / 2, rows - 1] {
                         let x = &x[r * inputs..][..inputs];
                         let product = |w: &[f32], x: &[f64]| w.iter().zip(x).map(|(w, x)| f64::from(*w) * x).sum::<f64>();
@@ -507,7 +549,7 @@ mod tests {
                             assert!((f64::from(out[r * inputs + c]) - exact).abs() < 2e-5, "{inputs} {width} {r} {c}");
                         }
                         let mut alone = vec![1.0; inputs];
-                        layer.add(x, &mut alone, &mut scratch);
+                        layer.add(x, &mut alone, &mut scratch).unwrap();
                         assert_eq!(alone, out[r * inputs..][..inputs]);
                     }
                 }
