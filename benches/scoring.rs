@@ -15,7 +15,7 @@ use right_reset::model::ops::Device;
 use right_reset::model::{self, Load, Tap};
 use right_reset::pipeline::spec::Pipeline;
 use right_reset::pipeline::{Operator, Scorer};
-use right_reset::score::{Document, Engine, Positions, Prefix, Readouts, ScoreSpec};
+use right_reset::score::{Document, Engine, EngineOptions, Positions, Prefix, Readouts, ScoreSpec};
 use right_reset::text::{EdgePolicy, find_edges};
 
 fn main() {
@@ -47,6 +47,7 @@ fn main() {
 
     let trunk = model::load_trunk(&found.path, Load { depth: 22, extra: 0, head: false, device: Device::Cpu }).unwrap();
     let spec = ScoreSpec {
+        stages: Vec::new(),
         window: 24,
         skip: 1,
         readouts: Readouts::rr(Tap::Layer(22)),
@@ -56,7 +57,7 @@ fn main() {
         context: 8192,
     };
     let cold = || {
-        let engine = Engine::new(Arc::clone(&trunk), spec.clone(), threads, 3456).unwrap();
+        let engine = Engine::new(Arc::clone(&trunk), spec.clone(), EngineOptions { threads, batch_tokens: 3456, stage_memory: 0 }).unwrap();
         let began = Instant::now();
         let all = futures::executor::block_on(futures::future::join_all(documents.iter().map(|d| engine.score(d.clone()))));
         assert!(all.iter().all(Result::is_ok));

@@ -9,14 +9,20 @@ use std::path::{Path, PathBuf};
 
 use right_reset::model::ops::{Device, HeadScratch};
 use right_reset::model::{self, Batch, Encoder, EncoderScratch, Load, Scratch, Tap, Trunk};
-use right_reset::score::{Document, Engine, Positions, Prefix, Readout, Readouts, ScoreSpec, kept_positions, score_at};
+use right_reset::score::{
+    Document, Engine, EngineOptions, Knots, Positions, Prefix, Readout, Readouts, ScoreSpec, Stage, kept_positions, reach, score_at,
+};
 use safetensors::SafeTensors;
 use serde_json::Value;
 
 const ALL: Load = Load { depth: usize::MAX, extra: 64, head: true, device: Device::Cpu };
 
 fn spec(readouts: Readouts, window: u32, positions: Positions) -> ScoreSpec {
-    ScoreSpec { window, skip: 1, readouts, positions, prefix: Prefix::Tokens(vec![]), bos: None, context: 8192 }
+    ScoreSpec { stages: Vec::new(), window, skip: 1, readouts, positions, prefix: Prefix::Tokens(vec![]), bos: None, context: 8192 }
+}
+
+fn options(threads: usize, batch_tokens: usize) -> EngineOptions {
+    EngineOptions { threads, batch_tokens, stage_memory: 1 << 30 }
 }
 
 fn number(value: &Value) -> f64 {
@@ -92,7 +98,7 @@ fn check_architecture(dir: &Path) {
     let mut settings: Vec<(Tap, Positions)> = taps.iter().map(|&t| (t, Positions::Original)).collect();
     settings.extend((0..=layers).map(|k| (Tap::Layer(k), Positions::Reindexed)));
     for (tap, positions) in settings {
-        let engine = Engine::new(trunk.clone(), spec(Readouts::rr(tap), window, positions), 1, 64).unwrap();
+        let engine = Engine::new(trunk.clone(), spec(Readouts::rr(tap), window, positions), options(1, 64)).unwrap();
         let curves = engine.score_blocking(Document { ids: ids.clone(), edges: places.clone() }).unwrap();
         for ((curve, edge), &b) in curves.iter().zip(edges).zip(&places) {
             let m = window.min(ids.len() as u32 - b);
@@ -108,7 +114,7 @@ fn check_architecture(dir: &Path) {
 
     // LR and KL; the files hold the damage and the divergence, which scores negate.
     let readouts = Readouts { rr: None, lr: true, kl: true };
-    let engine = Engine::new(trunk.clone(), spec(readouts, window, Positions::Original), 1, 64).unwrap();
+    let engine = Engine::new(trunk.clone(), spec(readouts, window, Positions::Original), options(1, 64)).unwrap();
     let curves = engine.score_blocking(Document { ids: ids.clone(), edges: places.clone() }).unwrap();
     for ((curve, edge), &b) in curves.iter().zip(edges).zip(&places) {
         let m = window.min(ids.len() as u32 - b);
@@ -179,7 +185,7 @@ fn tokens_and_scores_of_real_text_with_real_weights() {
         let edges = golden["edges"].as_array().unwrap();
         let places: Vec<u32> = edges.iter().map(|e| e["b"].as_u64().unwrap() as u32).collect();
         let readouts = Readouts { rr: Some(Tap::Layer(layer)), lr: true, kl: true };
-        let engine = Engine::new(trunk.clone(), spec(readouts, 24, Positions::Original), 2, 2048).unwrap();
+        let engine = Engine::new(trunk.clone(), spec(readouts, 24, Positions::Original), options(2, 2048)).unwrap();
         let curves = engine.score_blocking(Document { ids: ids.clone(), edges: places.clone() }).unwrap();
         let (mut worst, mut worst_head, mut damages) = (0.0_f64, 0.0_f64, 0);
         for ((curve, edge), &b) in curves.iter().zip(edges).zip(&places) {
@@ -209,7 +215,7 @@ fn tokens_and_scores_of_real_text_with_real_weights() {
         for (key, prefix) in [("none", vec![]), ("document", vec![document_token])] {
             let readouts = Readouts { rr: None, lr: true, kl: false };
             let spec = ScoreSpec { prefix: Prefix::Tokens(prefix), ..spec(readouts, 96, Positions::Original) };
-            let curves = Engine::new(trunk.clone(), spec, 2, 2048).unwrap();
+            let curves = Engine::new(trunk.clone(), spec, options(2, 2048)).unwrap();
             let some: Vec<u32> = places.iter().copied().step_by(4).collect();
             let curves = curves.score_blocking(Document { ids: ids.clone(), edges: some.clone() }).unwrap();
             for ((curve, edge), &b) in curves.iter().zip(edges.iter().step_by(4)).zip(&some) {
@@ -426,4 +432,47 @@ fn embeddings_equal_those_of_transformers_by_every_pooling_alone_and_in_company(
     std::fs::remove_file(dir.join("modules.json")).unwrap();
     std::fs::remove_file(dir.join("1_Pooling/config.json")).unwrap();
     assert!(Encoder::load(&dir).unwrap_err().to_string().contains("1_Pooling/config.json"));
+}
+
+/// What is kept between stages changes nothing: keys and values, convolution and running states, or nothing at all and every window run again.
+#[test]
+fn staged_curves_are_those_of_one_stage_bit_for_bit_in_every_architecture() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/arch");
+    let dirs = std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path());
+    let mut dropped = 0;
+    for dir in dirs {
+        let trunk = model::load_trunk(&dir, ALL).unwrap();
+        let vocab = trunk.shape().vocab as u32;
+        let document =
+            |n: u32| Document { ids: (0..n).map(|i| (i * i * 7 + i * 3 + n) % vocab).collect(), edges: (1..n).step_by(3).collect() };
+        // The last documents take several segments of 96 tokens.
+        let documents = [document(40), document(9), document(90), document(170), document(231)];
+        let readouts = Readouts { rr: None, lr: true, kl: false };
+        for (prefix, positions) in [(vec![], Positions::Original), (vec![1], Positions::Original), (vec![2, 5], Positions::Reindexed)] {
+            let one = ScoreSpec { prefix: Prefix::Tokens(prefix), context: 96, ..spec(readouts, 40, positions) };
+            let stages = vec![Stage { horizon: 8, keep: 0.5 }, Stage { horizon: 16, keep: 0.3 }];
+            let staged = ScoreSpec { stages: stages.clone(), ..one.clone() };
+            let score = |spec: &ScoreSpec, options: EngineOptions| {
+                let engine = Engine::new(trunk.clone(), spec.clone(), options).unwrap();
+                let all = futures::executor::block_on(futures::future::join_all(documents.iter().map(|d| engine.score(d.clone()))));
+                all.into_iter().map(|curves| curves.unwrap().into_iter().map(|c| c.lr).collect::<Vec<_>>()).collect::<Vec<_>>()
+            };
+            let whole = score(&one, options(1, 500));
+            for (threads, batch_tokens, stage_memory) in
+                [(1, 64, 1 << 30), (2, 300, 1 << 30), (2, 300, 0), (2, 1, 1 << 30), (3, 5000, 60_000)]
+            {
+                let found = score(&staged, EngineOptions { threads, batch_tokens, stage_memory });
+                for ((found, whole), document) in found.iter().zip(&whole).zip(&documents) {
+                    let after: Vec<u32> = document.edges.iter().map(|b| document.ids.len() as u32 - b).collect();
+                    let reach = reach(&stages, 40, 1, whole, &after);
+                    for (((found, whole), &reach), &after) in found.iter().zip(whole).zip(&reach).zip(&after) {
+                        let kept = if reach < after { Knots::new(40, 1).kept(reach) } else { whole.len() };
+                        assert_eq!(found[..], whole[..kept], "{}: {staged:?}, {threads} threads, {after} tokens after", dir.display());
+                        dropped += usize::from(kept < whole.len());
+                    }
+                }
+            }
+        }
+    }
+    assert!(dropped > 1000);
 }

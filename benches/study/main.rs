@@ -23,5 +23,10 @@ fn main() {
     let streams = streams::build(&read("records.jsonl"), &used, &Encoder::load(&encoder.path).unwrap(), 1);
     let lines: Vec<String> = streams.iter().map(|s| s.to_json().to_string()).collect();
     std::fs::write(work.join("streams.jsonl"), lines.join("\n") + "\n").unwrap();
-    println!("{} streams, {} records, {} bytes", streams.len(), streams.iter().map(|s| s.starts.len()).sum::<usize>(), streams.iter().map(|s| s.text.len()).sum::<usize>());
+    println!(
+        "{} streams, {} records, {} bytes",
+        streams.len(),
+        streams.iter().map(|s| s.starts.len()).sum::<usize>(),
+        streams.iter().map(|s| s.text.len()).sum::<usize>()
+    );
 }

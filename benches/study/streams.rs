@@ -19,7 +19,8 @@ impl Stream {
         let stream = |line: &str| {
             let v: Value = serde_json::from_str(line).expect("a JSON line");
             let word = |key: &str| v[key].as_str().expect("a string").to_owned();
-            let starts = v["record_byte_starts"].as_array().expect("record_byte_starts").iter().map(|s| s.as_u64().expect("a byte") as usize);
+            let starts =
+                v["record_byte_starts"].as_array().expect("record_byte_starts").iter().map(|s| s.as_u64().expect("a byte") as usize);
             Self { id: word("id"), domain: word("domain"), starts: starts.collect(), text: word("text") }
         };
         lines.lines().filter(|l| !l.trim().is_empty()).map(stream).collect()
@@ -85,7 +86,8 @@ pub fn build(records: &str, used: &[Stream], encoder: &Encoder, seed: u64) -> Ve
             left.sort_by(|a, b| likeness(b).total_cmp(&likeness(a)));
             let mut members = vec![first];
             members.extend(left.drain(..count - 1));
-            let mut stream = Stream { id: format!("{domain}-{:03}", streams.len()), domain: domain.clone(), text: String::new(), starts: Vec::new() };
+            let mut stream =
+                Stream { id: format!("{domain}-{:03}", streams.len()), domain: domain.clone(), text: String::new(), starts: Vec::new() };
             for record in members {
                 if !stream.text.is_empty() {
                     stream.text.push(' ');

@@ -298,7 +298,7 @@ impl Gemma4 {
                 }
             }
         }
-        attend(shape, batch, qkv, attended, &mut scratch.attention);
+        attend(shape, index, batch, qkv, attended, &mut scratch.attention, &mut scratch.past);
         Ok(())
     }
 }
@@ -311,6 +311,10 @@ impl Architecture for Gemma4 {
 
     fn positions(&self) -> usize {
         self.rotaries[0].positions()
+    }
+
+    fn past_floats(&self, tokens: usize) -> usize {
+        self.config.layers[..self.blocks.len()].iter().map(|l| 2 * l.kv_heads * l.head_dim * tokens).sum()
     }
 
     fn blocks(&self) -> usize {

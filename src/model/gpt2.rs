@@ -132,6 +132,10 @@ impl Architecture for Gpt2 {
         self.config.context
     }
 
+    fn past_floats(&self, tokens: usize) -> usize {
+        self.blocks.len() * 2 * self.config.hidden * tokens
+    }
+
     fn blocks(&self) -> usize {
         self.blocks.len()
     }
@@ -166,7 +170,7 @@ impl Architecture for Gpt2 {
             block.attention_norm.forward(x, normed);
             block.qkv.forward(normed, qkv, Output::Set)?;
         }
-        attend(shape, batch, qkv, attended, &mut scratch.attention);
+        attend(shape, layer, batch, qkv, attended, &mut scratch.attention, &mut scratch.past);
         for (x, attended) in x.chunks_mut(ROW_TILE * c.hidden).zip(attended.chunks(ROW_TILE * c.hidden)) {
             let normed = &mut normed[..x.len()];
             block.output.forward(attended, x, Output::Add)?;

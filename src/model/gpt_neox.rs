@@ -141,6 +141,10 @@ impl Architecture for GptNeox {
         self.rotary.positions()
     }
 
+    fn past_floats(&self, tokens: usize) -> usize {
+        self.blocks.len() * 2 * self.config.hidden * tokens
+    }
+
     fn blocks(&self) -> usize {
         self.blocks.len()
     }
@@ -176,7 +180,7 @@ impl Architecture for GptNeox {
                 self.rotary.forward(row, 2 * c.heads, position);
             }
         }
-        attend(shape, batch, qkv, attended, &mut scratch.attention);
+        attend(shape, layer, batch, qkv, attended, &mut scratch.attention, &mut scratch.past);
         for (x, attended) in x.chunks_mut(ROW_TILE * c.hidden).zip(attended.chunks(ROW_TILE * c.hidden)) {
             let normed = &mut normed[..x.len()];
             if c.parallel {

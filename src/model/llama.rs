@@ -189,6 +189,10 @@ impl Architecture for Llama {
         self.rotary.positions()
     }
 
+    fn past_floats(&self, tokens: usize) -> usize {
+        self.blocks.len() * 2 * self.config.kv_heads * self.config.head_dim * tokens
+    }
+
     fn blocks(&self) -> usize {
         self.blocks.len()
     }
@@ -224,7 +228,7 @@ impl Architecture for Llama {
                 self.rotary.forward(row, c.heads + c.kv_heads, position);
             }
         }
-        attend(shape, batch, qkv, attended, &mut scratch.attention);
+        attend(shape, layer, batch, qkv, attended, &mut scratch.attention, &mut scratch.past);
         for (x, attended) in x.chunks_mut(ROW_TILE * c.hidden).zip(attended.chunks(ROW_TILE * attended_width)) {
             let normed = &mut normed[..x.len()];
             block.output.forward(attended, x, Output::Add)?;

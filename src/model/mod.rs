@@ -124,6 +124,20 @@ impl Batch {
     }
 }
 
+/// What the tokens of a sequence leave behind for those that come after them: keys and values of every block, or its convolution's and running state.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Past(Vec<Vec<f32>>);
+
+impl Past {
+    /// What a block left; empty before the first token.
+    fn block(&mut self, block: usize) -> &mut Vec<f32> {
+        if self.0.len() <= block {
+            self.0.resize(block + 1, Vec::new());
+        }
+        &mut self.0[block]
+    }
+}
+
 /// What a caller must know of a trunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
@@ -153,6 +167,8 @@ pub struct Scratch {
     pub(crate) steps: Buffer,
     pub(crate) delta: DeltaScratch,
     pub(crate) attention: AttentionScratch,
+    /// By sequence; empty where nothing is kept.
+    pub(crate) past: Vec<Option<Past>>,
 }
 
 /// How much of a checkpoint is loaded.
@@ -173,11 +189,23 @@ pub trait Trunk: Send + Sync {
     /// Sizes.
     fn shape(&self) -> Shape;
 
-    /// Runs the batch and returns, for each tap, the states of all its tokens (`tokens x hidden`). Stops after the last layer tapped.
+    /// Floats that a sequence of so many tokens leaves behind.
+    fn past_floats(&self, tokens: usize) -> usize;
+
+    /// Runs the batch, as [`Self::resume`] does, from nothing, and keeps nothing.
+    ///
+    /// # Errors
+    /// As [`Self::resume`].
+    fn forward(&self, batch: &Batch, taps: &[Tap], scratch: &mut Scratch) -> Result<Vec<Vec<f32>>, ModelError> {
+        self.resume(batch, &mut [], taps, scratch)
+    }
+
+    /// Runs the batch, whose sequences go on after what `past` holds of each (nothing yet, or what an earlier call left there) and leave there what comes
+    /// next; where it has no entry, or none, a sequence begins and nothing is kept. The states have the bits of a run over the whole sequence. Returns, for each tap, the states of all its tokens (`tokens x hidden`). Stops after the last layer tapped.
     ///
     /// # Errors
     /// [`ModelError::TokenId`] or [`ModelError::Position`] for a token or position the model does not have.
-    fn forward(&self, batch: &Batch, taps: &[Tap], scratch: &mut Scratch) -> Result<Vec<Vec<f32>>, ModelError>;
+    fn resume(&self, batch: &Batch, past: &mut [Option<Past>], taps: &[Tap], scratch: &mut Scratch) -> Result<Vec<Vec<f32>>, ModelError>;
 
     /// The output head, which reads the states of [`Tap::Final`], if it was loaded.
     fn head(&self) -> Option<&Head>;
@@ -199,12 +227,30 @@ fn load_head(
     }
 }
 
-/// Attends within each sequence of a batch: rows of queries, keys and values in, rows of heads out.
-fn attend(shape: AttentionShape, batch: &Batch, qkv: &[f32], out: &mut [f32], scratch: &mut AttentionScratch) {
-    let (inputs, outputs) = (shape.qkv(), shape.heads * shape.head_dim);
-    for span in batch.sequences() {
+/// Attends within each sequence of a batch: rows of queries, keys and values in, rows of heads out. Keys and values of sequences that go on are added to
+/// what they left in this block.
+fn attend(
+    shape: AttentionShape,
+    block: usize,
+    batch: &Batch,
+    qkv: &[f32],
+    out: &mut [f32],
+    scratch: &mut AttentionScratch,
+    past: &mut [Option<Past>],
+) {
+    let (inputs, outputs, own) = (shape.qkv(), shape.heads * shape.head_dim, shape.qkv() - shape.kv());
+    for (i, span) in batch.sequences().enumerate() {
         let out = &mut out[span.start * outputs..span.end * outputs];
-        attention(shape, &qkv[span.start * inputs..span.end * inputs], out, scratch);
+        let qkv = &qkv[span.start * inputs..span.end * inputs];
+        match past.get_mut(i).and_then(Option::as_mut) {
+            None => attention(shape, &[], qkv, out, scratch),
+            Some(past) => {
+                let kept = past.block(block);
+                attention(shape, kept, qkv, out, scratch);
+                kept.reserve_exact(span.len() * shape.kv());
+                qkv.chunks_exact(inputs).for_each(|row| kept.extend_from_slice(&row[own..]));
+            }
+        }
     }
 }
 
@@ -215,6 +261,9 @@ trait Architecture: Send + Sync {
 
     /// Positions that can be used.
     fn positions(&self) -> usize;
+
+    /// Floats that a sequence of so many tokens leaves behind in the blocks that were loaded.
+    fn past_floats(&self, tokens: usize) -> usize;
 
     /// Blocks that were loaded.
     fn blocks(&self) -> usize;
@@ -242,7 +291,11 @@ impl<A: Architecture> Trunk for A {
         Architecture::shape(self)
     }
 
-    fn forward(&self, batch: &Batch, taps: &[Tap], scratch: &mut Scratch) -> Result<Vec<Vec<f32>>, ModelError> {
+    fn past_floats(&self, tokens: usize) -> usize {
+        Architecture::past_floats(self, tokens)
+    }
+
+    fn resume(&self, batch: &Batch, past: &mut [Option<Past>], taps: &[Tap], scratch: &mut Scratch) -> Result<Vec<Vec<f32>>, ModelError> {
         let (positions, hidden) = (self.positions(), Architecture::shape(self).hidden);
         if let Some(&position) = batch.positions.iter().find(|&&p| p as usize >= positions) {
             return Err(ModelError::Position { position, context: positions });
@@ -254,6 +307,8 @@ impl<A: Architecture> Trunk for A {
         let last = taps.iter().map(depth).max().unwrap_or(0);
         let mut states = vec![Vec::new(); taps.len()];
         self.embed(batch, scratch)?;
+        scratch.past.clear();
+        scratch.past.extend(past.iter_mut().map(Option::take));
         for layer in 0..=last {
             if layer > 0 {
                 self.block(layer - 1, batch, scratch)?;
@@ -269,6 +324,7 @@ impl<A: Architecture> Trunk for A {
                 }
             }
         }
+        past.iter_mut().zip(scratch.past.drain(..)).for_each(|(past, now)| *past = now);
         Ok(states)
     }
 

@@ -204,7 +204,7 @@ impl Qwen35 {
         Ok(Self { embedding: Embedding::new(hidden, table), config, blocks, norm, rotary, head })
     }
 
-    fn attend(&self, attention: &Attention, norm: &RmsNorm, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
+    fn attend(&self, layer: usize, attention: &Attention, norm: &RmsNorm, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
         let c = &self.config;
         let scale = 1.0 / (c.head_dim as f32).sqrt();
         let shape = AttentionShape { heads: c.heads, kv_heads: c.kv_heads, head_dim: c.head_dim, scale, window: None, causal: true };
@@ -226,12 +226,12 @@ impl Qwen35 {
                 self.rotary.forward(row, c.heads + c.kv_heads, position);
             }
         }
-        attend(shape, batch, qkv, attended, &mut scratch.attention);
+        attend(shape, layer, batch, qkv, attended, &mut scratch.attention, &mut scratch.past);
         mul_sigmoid(gates, attended);
         Ok(())
     }
 
-    fn delta(&self, delta: &Delta, norm: &RmsNorm, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
+    fn delta(&self, layer: usize, delta: &Delta, norm: &RmsNorm, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
         let c = &self.config;
         let shape = c.delta();
         let (tokens, width, values, n) = (batch.ids.len(), shape.qkv(), shape.values(), shape.value_heads);
@@ -259,11 +259,28 @@ impl Qwen35 {
                 *decay = rate * softplus;
             }
         }
-        for span in batch.sequences() {
+        let running = shape.value_heads * shape.key_dim * shape.value_dim;
+        for (i, span) in batch.sequences().enumerate() {
             let qkv = &mut qkv[span.start * width..span.end * width];
-            delta.convolution.forward(qkv, &mut scratch.delta.convolution);
+            // A block leaves its running state, then the last rows before the convolution.
+            let kept = scratch.past.get_mut(i).and_then(Option::as_mut).map(|past| past.block(layer));
+            let (mut state, before) = kept.as_deref().map_or((Vec::new(), Vec::new()), |kept| {
+                let (state, before) = kept.split_at(kept.len().min(running));
+                (state.to_vec(), before.to_vec())
+            });
+            let mut rows = before.clone();
+            if kept.is_some() {
+                rows.extend_from_slice(qkv);
+                rows.drain(..rows.len().saturating_sub(delta.convolution.reach() * width));
+            }
+            delta.convolution.forward(&before, qkv, &mut scratch.delta.convolution);
             let (steps, decays) = (&steps[span.start * n..span.end * n], &decays[span.start * n..span.end * n]);
-            gated_delta(shape, qkv, decays, steps, &mut mixed[span.start * values..span.end * values], &mut scratch.delta);
+            let mixed = &mut mixed[span.start * values..span.end * values];
+            gated_delta(shape, qkv, decays, steps, mixed, &mut state, &mut scratch.delta);
+            if let Some(kept) = kept {
+                *kept = state;
+                kept.append(&mut rows);
+            }
         }
         for (mixed, gates) in mixed.chunks_exact_mut(values).zip(gates.chunks_exact(gate_width)) {
             delta.norm.in_place(mixed);
@@ -283,6 +300,17 @@ impl Architecture for Qwen35 {
         self.rotary.positions()
     }
 
+    fn past_floats(&self, tokens: usize) -> usize {
+        let (c, shape) = (&self.config, self.config.delta());
+        let floats = |block: &Block| match &block.mixer {
+            Mixer::Attention(_) => 2 * c.kv_heads * c.head_dim * tokens,
+            Mixer::Delta(delta) => {
+                shape.value_heads * shape.key_dim * shape.value_dim + tokens.min(delta.convolution.reach()) * shape.qkv()
+            }
+        };
+        self.blocks.iter().map(floats).sum()
+    }
+
     fn blocks(&self) -> usize {
         self.blocks.len()
     }
@@ -295,11 +323,11 @@ impl Architecture for Qwen35 {
         let (c, block) = (&self.config, &self.blocks[layer]);
         let width = match &block.mixer {
             Mixer::Attention(attention) => {
-                self.attend(attention, &block.norm, batch, scratch)?;
+                self.attend(layer, attention, &block.norm, batch, scratch)?;
                 c.heads * c.head_dim
             }
             Mixer::Delta(delta) => {
-                self.delta(delta, &block.norm, batch, scratch)?;
+                self.delta(layer, delta, &block.norm, batch, scratch)?;
                 c.delta().values()
             }
         };

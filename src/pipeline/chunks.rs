@@ -10,12 +10,13 @@ use arrow::compute::take;
 use arrow::datatypes::{DataType, Field, Schema, SchemaRef};
 
 use super::documents::Scored;
+use super::spec::{Objective, Pipeline};
 use crate::io::{ColumnPlan, IoError, SourceBatch, TextCell};
-use crate::score::Readout;
-use crate::segment::{Cut, Limits, SegmentError, fixed_count, open_count, percentiles};
+use crate::score::{Curve, Knots, Readout};
+use crate::segment::{Cut, Limits, SegmentError, Segmentation, fixed_count, fixed_damage, open_count, open_damage};
 
 /// Names of the columns that every output has, in order, `source_file` and `source_row` only with provenance. With several readouts a column
-/// `cut_<readout>` for each follows `cut_utility`.
+/// `cut_<readout>` for each follows `cut_utility`; with chunk damage as the objective, `cut_damage` and `cut_damage_per_token` come next.
 pub(super) const OWN_COLUMNS: [&str; 17] = [
     "doc_id",
     "chunk_index",
@@ -52,50 +53,133 @@ pub enum Cutting {
 /// The chunks of one document.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Chunks {
-    /// Chosen edges, as indices into the document's edges, with score and utility.
-    pub cuts: Vec<(usize, Option<f32>, f32)>,
+    /// Chosen edges.
+    pub cuts: Vec<Chosen>,
     /// Whether a limit gave way.
     pub relaxed: bool,
 }
 
-/// The edges a program may cut at, and their utilities.
+/// An edge that a document is cut at.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Chosen {
+    /// Index into the document's edges.
+    pub edge: usize,
+    /// Score; none of a fallback edge.
+    pub score: Option<f32>,
+    /// Its percentile; 0 of a fallback edge.
+    pub utility: f32,
+    /// Damage over the whole chunk, in nats, where that is the objective; none of a fallback edge.
+    pub damage: Option<f32>,
+}
+
+/// What is maximised.
+#[derive(Debug, Clone)]
+pub(super) enum Judge {
+    Percentile,
+    /// Damages are read off curves with these knots.
+    Damage(Arc<Knots>),
+}
+
+impl Judge {
+    pub(super) fn new(pipeline: &Pipeline) -> Self {
+        match pipeline.segment.objective {
+            Objective::Percentile => Self::Percentile,
+            Objective::ChunkDamage => Self::Damage(Arc::new(Knots::new(pipeline.score.window(), pipeline.score.skip))),
+        }
+    }
+}
+
+/// The edges a program may cut at, and what it knows of them.
 pub(super) struct Prepared {
     /// Index of each cut into the document's edges.
     index: Vec<usize>,
-    pub(super) cuts: Vec<Cut>,
+    cuts: Vec<Cut>,
+    tokens: u32,
+    damages: Option<Damages>,
+}
+
+/// The curve of each cut, and for how many tokens it was scored.
+struct Damages {
+    knots: Arc<Knots>,
+    curves: Vec<(Curve, u32)>,
+}
+
+impl Damages {
+    fn of(&self, cut: usize, len: u32) -> f64 {
+        let (curve, m) = &self.curves[cut];
+        self.knots.damage(curve, *m, len)
+    }
 }
 
 impl Prepared {
-    pub(super) fn new(document: &Scored) -> Self {
-        let Some(scores) = &document.scores else {
-            return Self { index: Vec::new(), cuts: Vec::new() };
+    pub(super) fn new(document: &Scored, judge: &Judge) -> Self {
+        let tokens = document.tokens;
+        if document.scores.is_none() {
+            return Self { index: Vec::new(), cuts: Vec::new(), tokens, damages: None };
+        }
+        let utility = |i: usize| document.utilities.get(i).copied().unwrap_or(f64::NAN);
+        let lr = document.curves.iter().find(|c| c.readout == Readout::Lr);
+        // Number of each edge among the candidates.
+        let number: Vec<usize> = document
+            .edges
+            .iter()
+            .scan(0, |next, edge| {
+                let own = *next;
+                *next += usize::from(edge.is_candidate());
+                Some(own)
+            })
+            .collect();
+        let scored = |i: usize| match (judge, lr) {
+            (Judge::Damage(_), Some(lr)) => lr.curves.get(number[i]).is_some_and(|c| !c.is_empty()),
+            _ => !utility(i).is_nan(),
         };
-        let utilities = percentiles(scores);
-        let usable = |i: &usize| !document.edges[*i].is_candidate() || !utilities[*i].is_nan();
-        let index: Vec<usize> = (0..document.edges.len()).filter(usable).collect();
-        let cut = |&i: &usize| Cut { token: document.edges[i].token.0, utility: document.edges[i].is_candidate().then_some(utilities[i]) };
-        let cuts = index.iter().map(cut).collect();
-        Self { index, cuts }
+        let index: Vec<usize> = (0..document.edges.len()).filter(|&i| !document.edges[i].is_candidate() || scored(i)).collect();
+        let cut = |&i: &usize| Cut { token: document.edges[i].token.0, utility: document.edges[i].is_candidate().then_some(utility(i)) };
+        let damages = match (judge, lr) {
+            (Judge::Damage(knots), Some(lr)) => {
+                let curve = |&i: &usize| match document.edges[i].is_candidate() {
+                    true => (lr.curves[number[i]].clone(), lr.reach[number[i]].min(tokens - document.edges[i].token.0)),
+                    false => (Curve::new(), 0),
+                };
+                Some(Damages { knots: Arc::clone(knots), curves: index.iter().map(curve).collect() })
+            }
+            _ => None,
+        };
+        Self { cuts: index.iter().map(cut).collect(), index, tokens, damages }
+    }
+
+    /// The open-count program at a penalty.
+    pub(super) fn open(&self, limits: &Limits, penalty: f64) -> Segmentation {
+        match &self.damages {
+            None => open_count(&self.cuts, self.tokens, limits, penalty),
+            Some(damages) => open_damage(&self.cuts, self.tokens, limits, penalty, |i, len| damages.of(i, len)),
+        }
     }
 
     pub(super) fn segment(&self, document: &Scored, limits: &Limits, cutting: Cutting) -> Result<Chunks, SegmentError> {
-        let solved = match cutting {
-            Cutting::Open(penalty) => open_count(&self.cuts, document.tokens, limits, penalty),
-            Cutting::Fixed(count) => fixed_count(&self.cuts, document.tokens, limits, count)?,
+        let solved = match (cutting, &self.damages) {
+            (Cutting::Open(penalty), _) => self.open(limits, penalty),
+            (Cutting::Fixed(count), None) => fixed_count(&self.cuts, self.tokens, limits, count)?,
+            (Cutting::Fixed(count), Some(damages)) => fixed_damage(&self.cuts, self.tokens, limits, count, |i, len| damages.of(i, len))?,
         };
         let scores = document.scores.as_deref().unwrap_or_default();
-        let cut = |&c: &usize| {
-            let edge = self.index[c];
-            let utility = self.cuts[c].utility;
-            (edge, utility.and(scores.get(edge).copied()), utility.unwrap_or(0.0) as f32)
+        let ends = solved.cuts.iter().skip(1).map(|&c| self.cuts[c].token).chain([self.tokens]);
+        let chosen = |(&c, end): (&usize, u32)| {
+            let (edge, utility) = (self.index[c], self.cuts[c].utility);
+            Chosen {
+                edge,
+                score: utility.and(scores.get(edge).copied()).filter(|s| !s.is_nan()),
+                utility: utility.filter(|u| !u.is_nan()).unwrap_or(0.0) as f32,
+                damage: self.damages.as_ref().zip(utility).map(|(d, _)| d.of(c, end - self.cuts[c].token) as f32),
+            }
         };
-        Ok(Chunks { cuts: solved.cuts.iter().map(cut).collect(), relaxed: solved.limits_relaxed() })
+        Ok(Chunks { cuts: solved.cuts.iter().zip(ends).map(chosen).collect(), relaxed: solved.limits_relaxed() })
     }
 }
 
 /// Tokens of each chunk.
 pub(super) fn chunk_tokens<'a>(document: &'a Scored, chunks: &'a Chunks) -> impl Iterator<Item = u32> + 'a {
-    let ends = chunks.cuts.iter().map(|c| document.edges[c.0].token.0).chain([document.tokens]);
+    let ends = chunks.cuts.iter().map(|c| document.edges[c.edge].token.0).chain([document.tokens]);
     ends.scan(0, |start, end| Some(end - std::mem::replace(start, end)))
 }
 
@@ -107,6 +191,7 @@ pub(super) fn chunk_schema(
     plan: &ColumnPlan,
     provenance: bool,
     readouts: &[Readout],
+    judge: &Judge,
     metadata: std::collections::HashMap<String, String>,
 ) -> Result<SchemaRef, IoError> {
     let id = if plan.id.is_some() { plan.schema.field(0).data_type().clone() } else { DataType::Utf8 };
@@ -128,6 +213,9 @@ pub(super) fn chunk_schema(
     ];
     if readouts.len() > 1 {
         fields.extend(readouts.iter().map(|r| Field::new(format!("cut_{}", r.as_str()), DataType::Float32, true)));
+    }
+    if let Judge::Damage(_) = judge {
+        fields.extend(["cut_damage", "cut_damage_per_token"].map(|name| Field::new(name, DataType::Float32, true)));
     }
     fields.push(Field::new("limits_relaxed", DataType::Boolean, false));
     if provenance {
@@ -165,7 +253,8 @@ pub(super) fn assemble(
     let mut out = Vec::new();
     let mut slice = Slice::default();
     // Columns of single readouts.
-    let readouts = schema.index_of("limits_relaxed")? - schema.index_of("cut_utility")? - 1;
+    let damages = if schema.index_of("cut_damage").is_ok() { 2 } else { 0 };
+    let readouts = schema.index_of("limits_relaxed")? - schema.index_of("cut_utility")? - 1 - damages;
     for chunked in documents {
         let TextCell::Text(text) = &source.texts[chunked.row] else {
             continue;
@@ -174,7 +263,7 @@ pub(super) fn assemble(
         let count = chunked.chunks.cuts.len() as i32 + 1;
         let (mut byte, mut token, mut chars) = (0_usize, 0_u32, 0_i64);
         for index in 0..count {
-            let next = chunked.chunks.cuts.get(index as usize).map(|c| &document.edges[c.0]);
+            let next = chunked.chunks.cuts.get(index as usize).map(|c| &document.edges[c.edge]);
             let (byte_end, token_end) = next.map_or((text.len(), document.tokens), |e| (e.byte.get(), e.token.0));
             let piece = &text[byte..byte_end];
             let char_end = chars + piece.chars().count() as i64;
@@ -194,13 +283,17 @@ pub(super) fn assemble(
                 builder.append_value(value as i32);
             }
             let cut = index.checked_sub(1).and_then(|i| chunked.chunks.cuts.get(i as usize));
-            slice.cut_score.append_option(cut.and_then(|c| c.1));
-            slice.cut_utility.append_option(cut.map(|c| c.2));
+            slice.cut_score.append_option(cut.and_then(|c| c.score));
+            slice.cut_utility.append_option(cut.map(|c| c.utility));
             slice.cut_readouts.resize_with(readouts, Float32Builder::default);
             for (i, builder) in slice.cut_readouts.iter_mut().enumerate() {
-                let score = cut.and_then(|c| document.by_readout.get(i)?.get(c.0).copied());
+                let score = cut.and_then(|c| document.by_readout.get(i)?.get(c.edge).copied());
                 builder.append_option(score.filter(|s| !s.is_nan()));
             }
+            slice.cut_damages.resize_with(damages, Float32Builder::default);
+            let damage = cut.and_then(|c| c.damage);
+            let values = [damage, damage.map(|d| d / (token_end - token) as f32)];
+            slice.cut_damages.iter_mut().zip(values).for_each(|(builder, value)| builder.append_option(value));
             slice.relaxed.append_value(chunked.chunks.relaxed);
             slice.bytes += piece.len();
             (byte, token, chars) = (byte_end, token_end, char_end);
@@ -228,6 +321,7 @@ struct Slice {
     cut_score: Float32Builder,
     cut_utility: Float32Builder,
     cut_readouts: Vec<Float32Builder>,
+    cut_damages: Vec<Float32Builder>,
     relaxed: BooleanBuilder,
 }
 
@@ -259,6 +353,7 @@ impl Slice {
         let relaxed: BooleanArray = self.relaxed.finish();
         columns.extend([Arc::new(self.cut_score.finish()) as ArrayRef, Arc::new(self.cut_utility.finish())]);
         columns.extend(self.cut_readouts.iter_mut().map(|b| Arc::new(b.finish()) as ArrayRef));
+        columns.extend(self.cut_damages.iter_mut().map(|b| Arc::new(b.finish()) as ArrayRef));
         columns.push(Arc::new(relaxed));
         let passed = plan.schema.fields().len() - plan.service;
         if schema.fields().len() - passed > columns.len() {

@@ -17,8 +17,8 @@ use crate::io::{SourceBatch, TextCell};
 use crate::model::ops::Device;
 use crate::model::{self, Encoder, EncoderIdentity, Identity, Load, ModelError, ModelPath, Tap};
 use crate::score::{
-    Curve, Document, EMBED_TOKENS, EmbeddingBoundary, Engine, EngineStats, KERNEL_REVISION, Positions, Prefix, Readout, Readouts,
-    ScoreError, ScoreSpec, sides,
+    Curve, Document, EMBED_TOKENS, EmbeddingBoundary, Engine, EngineOptions, EngineStats, KERNEL_REVISION, Knots, Positions, Prefix,
+    Readout, Readouts, ScoreError, ScoreSpec, Stage, reach, sides,
 };
 use crate::segment::Limits;
 use crate::text::{Edge, EdgePolicy, Edges, SEGMENTER_VERSION, TOKENIZERS_VERSION, Tokenizer, Tokens, find_edges};
@@ -41,6 +41,8 @@ pub struct Scored {
     /// The number of each edge whose percentile is its utility; NaN for fallback edges and those without a score. `None` if the document
     /// could not be cut anyway.
     pub scores: Option<Vec<f32>>,
+    /// The utility of each edge; NaN as in `scores`.
+    pub utilities: Vec<f64>,
     /// Where several readouts are scored, the score of each edge by each of them, in the pipeline's order.
     pub(super) by_readout: Vec<Vec<f32>>,
     /// The curves of each readout, in the pipeline's order.
@@ -110,12 +112,11 @@ pub struct Scorer {
     policy: EdgePolicy,
     settings: ScoreSettings,
     on_miss: OnMiss,
-    threads: usize,
-    batch_tokens: usize,
+    options: EngineOptions,
     store: Arc<dyn ScoreStore>,
     edges_namespace: NamespaceId,
-    /// For each readout the namespaces that can serve a request, and their windows; the one written to comes first.
-    served_by: Vec<(Readout, Vec<(NamespaceId, u32)>)>,
+    /// For each readout the namespaces that can serve a request, and the windows of those of one stage that hold more; the one written to comes first.
+    served_by: Vec<(Readout, Vec<(NamespaceId, Option<u32>)>)>,
     /// All namespaces of a look-up: edges first, then those of `served_by`.
     wanted: Vec<NamespaceId>,
     keys: Vec<blake3::Hash>,
@@ -132,6 +133,7 @@ pub struct Scorer {
 /// The score table with model-dependent values resolved, the reset prefix still in words.
 #[derive(Debug, Clone)]
 struct ScoreSettings {
+    stages: Vec<Stage>,
     window: u32,
     skip: u32,
     readouts: Readouts,
@@ -140,6 +142,19 @@ struct ScoreSettings {
     bos: Option<u32>,
     context: u32,
     device: Device,
+}
+
+impl ScoreSettings {
+    /// `[[8,0.4],[128]]`.
+    fn stage_words(&self) -> String {
+        let early = self.stages.iter().map(|s| format!("[{},{}],", s.horizon, s.keep)).collect::<String>();
+        format!("[{early}[{}]]", self.window)
+    }
+
+    fn spec(&self, prefix: Prefix) -> ScoreSpec {
+        let Self { window, skip, readouts, positions, bos, context, .. } = *self;
+        ScoreSpec { stages: self.stages.clone(), window, skip, readouts, positions, prefix, bos, context }
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -191,8 +206,8 @@ impl Scorer {
             };
             let scores = Namespace::new(readout.as_str(), fields);
             is_new |= !known.iter().any(|(_, n)| *n == scores);
-            let mut serving = vec![(store.namespace(&scores)?, settings.window)];
-            serving.extend(known.iter().filter_map(|(id, n)| Some((*id, longer_window(n, &scores, settings.window)?))));
+            let mut serving = vec![(store.namespace(&scores)?, None)];
+            serving.extend(known.iter().filter_map(|(id, n)| Some((*id, Some(longer_window(n, &scores, &settings)?)))));
             wanted.extend(serving.iter().map(|s| s.0));
             keys.push(scores.hash());
             served_by.push((readout, serving));
@@ -207,8 +222,11 @@ impl Scorer {
             policy,
             settings,
             on_miss: pipeline.cache.on_miss,
-            threads,
-            batch_tokens: pipeline.score.batch_tokens as usize,
+            options: EngineOptions {
+                threads,
+                batch_tokens: pipeline.score.batch_tokens as usize,
+                stage_memory: usize::try_from(pipeline.score.stage_memory).unwrap_or(usize::MAX),
+            },
             store,
             edges_namespace,
             wanted,
@@ -263,7 +281,7 @@ impl Scorer {
     }
 
     pub(super) fn threads(&self) -> usize {
-        self.threads
+        self.options.threads
     }
 
     pub(super) fn store(&self) -> &dyn ScoreStore {
@@ -293,15 +311,7 @@ impl Scorer {
             }
             PrefixWords::Local(p) => Prefix::Local(*p),
         };
-        Ok(ScoreSpec {
-            window: s.window,
-            skip: s.skip,
-            readouts: s.readouts,
-            positions: s.positions,
-            prefix,
-            bos: s.bos,
-            context: s.context,
-        })
+        Ok(s.spec(prefix))
     }
 
     async fn tokenizer(&self) -> Result<Arc<Tokenizer>, RunError> {
@@ -320,7 +330,7 @@ impl Scorer {
             let spec = self.score_spec(&tokenizer)?;
             self.counters.model_loaded.store(true, Ordering::Relaxed);
             tracing::info!(model = self.model.name, "loading the model");
-            let (path, threads, budget, device) = (self.model.path.clone(), self.threads, self.batch_tokens, self.settings.device);
+            let (path, options, device) = (self.model.path.clone(), self.options, self.settings.device);
             let engine = blocking(move || {
                 let extra = match &spec.prefix {
                     Prefix::Tokens(tokens) => tokens.len(),
@@ -333,7 +343,7 @@ impl Scorer {
                     let reason = format!("its tokenizer has {tokens} tokens, its embedding {rows} rows: they belong to different models");
                     return Err(ScoreError::from(ModelError::Checkpoint { path: path.display().to_string(), reason }));
                 }
-                Engine::new(trunk, spec, threads, budget)
+                Engine::new(trunk, spec, options)
             })
             .await??;
             Ok::<_, RunError>(Arc::new(engine))
@@ -438,21 +448,44 @@ impl Scorer {
             self.counters.not_needed.fetch_add(1, Ordering::Relaxed);
             return Ok(Some(self.ready(hash, edges, None)));
         }
-        let candidates = edges.edges.iter().filter(|e| e.is_candidate()).count();
-        Ok(self.served(&records, candidates).into_iter().collect::<Option<Vec<_>>>().map(|curves| {
+        Ok(self.served(&records, &edges).into_iter().collect::<Option<Vec<_>>>().map(|curves| {
             self.counters.from_cache.fetch_add(1, Ordering::Relaxed);
             self.ready(hash, edges, Some(curves))
         }))
     }
 
     /// For each readout the curves that the records of a look-up hold, if any does.
-    fn served(&self, records: &[Option<Vec<u8>>], candidates: usize) -> Vec<Option<ReadoutCurves>> {
+    fn served(&self, records: &[Option<Vec<u8>>], edges: &Edges) -> Vec<Option<ReadoutCurves>> {
         let mut records = records[1..].iter();
-        let of_readout = |(readout, serving): &(Readout, Vec<(NamespaceId, u32)>)| {
+        let after = tokens_after(edges);
+        // Windows of another length may read a document of several segments from other ones.
+        let one_segment = edges.tokens <= self.settings.context - u32::from(self.settings.bos.is_some());
+        let of_readout = |(readout, serving): &(Readout, Vec<(NamespaceId, Option<u32>)>)| {
             let mine: Vec<_> = records.by_ref().take(serving.len()).zip(serving).collect();
-            mine.into_iter().find_map(|(bytes, (_, window))| Some((*readout, decode_curves(bytes.as_deref()?, candidates)?, *window)))
+            mine.into_iter().find_map(|(bytes, (_, longer))| {
+                let curves = decode_curves(bytes.as_deref()?, after.len())?;
+                (longer.is_none() || one_segment).then(|| self.fitted(*readout, curves, *longer, &after))
+            })
         };
         self.served_by.iter().map(of_readout).collect()
+    }
+
+    /// Curves as the pipeline's stages give them: of those that go further (`longer` is their window) the rest is cut off.
+    fn fitted(&self, readout: Readout, mut curves: Vec<Curve>, longer: Option<u32>, after: &[u32]) -> ReadoutCurves {
+        let s = &self.settings;
+        if readout == Readout::Embed {
+            return ReadoutCurves { readout, reach: vec![s.window; curves.len()], curves };
+        }
+        let reach = reach(&s.stages, s.window, s.skip, &curves, after);
+        if let Some(longer) = longer {
+            let knots = Knots::new(longer, s.skip);
+            for ((curve, &reach), &after) in curves.iter_mut().zip(&reach).zip(after) {
+                if reach < after.min(longer) {
+                    curve.truncate(knots.kept(reach));
+                }
+            }
+        }
+        ReadoutCurves { readout, curves, reach }
     }
 
     /// Scores a text that the cache lacked, unless a copy of it is being scored: then its scores are waited for.
@@ -485,21 +518,24 @@ impl Scorer {
     }
 
     fn ready(&self, hash: blake3::Hash, edges: Edges, curves: Option<Vec<ReadoutCurves>>) -> DocState {
-        let after: Vec<u32> = edges.edges.iter().filter(|e| e.is_candidate()).map(|e| edges.tokens - e.token.0).collect();
+        let after = tokens_after(&edges);
         // Values of candidates, spread over all edges.
-        let spread = |values: Vec<f32>| -> Vec<f32> {
+        fn spread<T: Copy>(edges: &Edges, values: Vec<T>, none: T) -> Vec<T> {
             let mut values = values.into_iter();
-            edges.edges.iter().map(|e| if e.is_candidate() { values.next().unwrap_or(f32::NAN) } else { f32::NAN }).collect()
-        };
-        let scores = curves.as_ref().map(|curves| spread(self.recipe.combine(curves, &after)));
+            edges.edges.iter().map(|e| if e.is_candidate() { values.next().unwrap_or(none) } else { none }).collect()
+        }
+        let combined = curves.as_ref().map(|curves| self.recipe.combine(curves, &after));
+        let (scores, utilities) = combined.map_or((None, Vec::new()), |(scores, utilities)| {
+            (Some(spread(&edges, scores, f32::NAN)), spread(&edges, utilities, f64::NAN))
+        });
         self.count_size(edges.tokens, scores.as_deref());
         let curves = curves.unwrap_or_default();
         let by_readout = if self.served_by.len() > 1 {
-            curves.iter().map(|c| spread(self.recipe.scores(c, self.settings.window, &after))).collect()
+            curves.iter().map(|c| spread(&edges, self.recipe.scores(c, self.settings.window, &after), f32::NAN)).collect()
         } else {
             Vec::new()
         };
-        DocState::Ready(Box::new(Scored { hash, tokens: edges.tokens, edges: edges.edges, scores, by_readout, curves }))
+        DocState::Ready(Box::new(Scored { hash, tokens: edges.tokens, edges: edges.edges, scores, utilities, by_readout, curves }))
     }
 
     async fn score_missing(
@@ -534,7 +570,7 @@ impl Scorer {
         }
         let places: Vec<u32> = edges.edges.iter().filter(|e| e.is_candidate()).map(|e| e.token.0).collect();
         // What the cache already has is not written again.
-        let known = self.served(&self.store.lookup(&hash, &self.wanted)?, places.len());
+        let known = self.served(&self.store.lookup(&hash, &self.wanted)?, &edges);
         let missing = |embed: bool| self.served_by.iter().zip(&known).any(|((r, _), k)| k.is_none() && (*r == Readout::Embed) == embed);
         let embedded = if missing(true) { self.embed(batch, row, &tokens, &edges).await } else { Ok(Vec::new()) };
         let scored = match embedded {
@@ -563,7 +599,7 @@ impl Scorer {
                         _ => scored.iter().map(|curves| curves.get(*readout).to_vec()).collect(),
                     };
                     self.store.insert(&hash, serving[0].0, &encode_curves(&curves))?;
-                    (*readout, curves, self.settings.window)
+                    self.fitted(*readout, curves, None, &tokens_after(&edges))
                 }
             };
             all.push(curves);
@@ -597,7 +633,7 @@ impl Scorer {
     async fn boundary(&self) -> Result<Arc<EmbeddingBoundary>, RunError> {
         let load = || async {
             let Some((path, _)) = self.encoder.clone() else { return Err(RunError::Bug("no encoder".into())) };
-            let threads = self.threads;
+            let threads = self.options.threads;
             tracing::info!(encoder = %path.display(), "loading the encoder");
             let boundary = blocking(move || {
                 let encoder = Encoder::load(&path)?;
@@ -674,7 +710,8 @@ fn resolve_settings(pipeline: &Pipeline, identity: &Identity, model: &ModelPath)
     };
     let has = |readout: Readout| score.readouts.iter().any(|r| r.readout() == readout);
     let settings = ScoreSettings {
-        window: score.window,
+        stages: score.early_stages(),
+        window: score.window(),
         skip: score.skip,
         readouts: Readouts { rr: has(Readout::Rr).then_some(tap), lr: has(Readout::Lr), kl: has(Readout::Kl) },
         positions: match score.positions {
@@ -692,9 +729,8 @@ fn resolve_settings(pipeline: &Pipeline, identity: &Identity, model: &ModelPath)
         PrefixWords::None => Prefix::Tokens(Vec::new()),
         _ => Prefix::Tokens(vec![0]),
     };
-    let ScoreSettings { window, skip, readouts, positions, bos, context, .. } = settings;
-    if readouts != Readouts::default() {
-        ScoreSpec { window, skip, readouts, positions, prefix, bos, context }.validate()?;
+    if settings.readouts != Readouts::default() {
+        settings.spec(prefix).validate()?;
     }
     Ok(settings)
 }
@@ -731,7 +767,7 @@ fn score_fields(identity: &Identity, policy: EdgePolicy, s: &ScoreSettings, read
         ("weights", identity.weights_hash.clone()),
         ("config", identity.config_text()),
         ("architecture", identity.architecture.clone()),
-        ("stages", format!("[[{}]]", s.window)),
+        ("stages", s.stage_words()),
         ("skip", s.skip.to_string()),
         (
             "positions",
@@ -767,13 +803,18 @@ fn score_fields(identity: &Identity, policy: EdgePolicy, s: &ScoreSettings, read
     fields
 }
 
-/// The window of a namespace that differs from `wanted` only in running every candidate further, if its curves hold the horizon.
-fn longer_window(namespace: &Namespace, wanted: &Namespace, window: u32) -> Option<u32> {
-    if namespace.kind != wanted.kind || !window.is_multiple_of(8) {
+/// The window of a one-stage namespace that differs from `wanted` only in running every candidate at least as far, if its curves hold the horizons.
+fn longer_window(namespace: &Namespace, wanted: &Namespace, settings: &ScoreSettings) -> Option<u32> {
+    if namespace.kind != wanted.kind || !settings.window.is_multiple_of(8) {
         return None;
     }
     let mut other = namespace.clone();
     let stages = other.fields.insert("stages".into(), wanted.fields.get("stages")?.clone())?;
     let longer: u32 = stages.strip_prefix("[[")?.strip_suffix("]]")?.parse().ok()?;
-    (other == *wanted && longer > window).then_some(longer)
+    (other == *wanted && namespace != wanted && longer >= settings.window).then_some(longer)
+}
+
+/// Tokens right of each candidate.
+fn tokens_after(edges: &Edges) -> Vec<u32> {
+    edges.edges.iter().filter(|e| e.is_candidate()).map(|e| edges.tokens - e.token.0).collect()
 }

@@ -18,7 +18,6 @@ use super::summary::columns_schema;
 use super::{RunError, Stop};
 use crate::io::{ChunkWriter, ColumnPlan, IoError, SinkTarget, SourceBatch, at, discover};
 use crate::score::Readout;
-use crate::segment::percentiles;
 
 /// With several readouts a column of scores for each follows the utility.
 fn schema(id: DataType, curves: bool, readouts: &[Readout]) -> SchemaRef {
@@ -168,7 +167,7 @@ fn edge_rows(
             continue;
         };
         let values = document.scores.as_deref().unwrap_or_default();
-        let percent = percentiles(values);
+        let percent = &document.utilities;
         for (candidate, (i, edge)) in document.edges.iter().enumerate().filter(|(_, e)| e.is_candidate()).enumerate() {
             rows.push(row as u32);
             if plan.id.is_none() {
@@ -183,7 +182,7 @@ fn edge_rows(
             for (r, (single, lists)) in single.iter_mut().zip(&mut lists).enumerate() {
                 let score = document.by_readout.get(r).and_then(|values| values.get(i)).copied();
                 single.append_option(score.filter(|s| !s.is_nan()));
-                let curve = document.curves.get(r).and_then(|(_, curves, _)| curves.get(candidate)).filter(|c| !c.is_empty());
+                let curve = document.curves.get(r).and_then(|of| of.curves.get(candidate)).filter(|c| !c.is_empty());
                 lists.append_option(curve.map(|c| c.iter().copied().map(Some)));
             }
         }

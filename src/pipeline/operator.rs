@@ -9,7 +9,7 @@ use arrow::array::{Array, AsArray, RecordBatch};
 use arrow::datatypes::{Int64Type, Schema, SchemaRef};
 use futures::stream::{Stream, StreamExt};
 
-use super::chunks::{Chunked, Cutting, Prepared, assemble, chunk_schema, chunk_tokens};
+use super::chunks::{Chunked, Cutting, Judge, Prepared, assemble, chunk_schema, chunk_tokens};
 use super::documents::{DocState, Need, Scored, Scorer, blocking};
 use super::feed::Columns;
 use super::spec::{OnBadRow, Pipeline};
@@ -37,6 +37,7 @@ pub struct Operator {
     pub(super) limits: Limits,
     pub(super) cutting: Cutting,
     pub(super) plan: Arc<ColumnPlan>,
+    judge: Judge,
     pub(super) schema: SchemaRef,
     on_bad_row: OnBadRow,
     max_document: u64,
@@ -63,7 +64,7 @@ impl Operator {
         let segment = &pipeline.segment;
         let words = serde_json::json!({
             "objective": segment.objective, "penalty": penalty, "count": segment.count, "count_column": segment.count_column,
-            "target": segment.target, "min": segment.min, "max": segment.max, "length_weight": segment.length_weight, "utility": segment.utility,
+            "target": segment.target, "min": segment.min, "max": segment.max, "length_weight": segment.length_weight(), "utility": segment.utility,
         });
         let metadata: HashMap<String, String> = [
             ("right_reset.model", scorer.model_name().to_owned()),
@@ -75,10 +76,12 @@ impl Operator {
         .map(|(k, v)| (k.to_owned(), v))
         .into();
         let readouts: Vec<_> = scorer.readouts().collect();
-        let schema = chunk_schema(&plan, pipeline.output.provenance, &readouts, metadata)?;
+        let judge = Judge::new(pipeline);
+        let schema = chunk_schema(&plan, pipeline.output.provenance, &readouts, &judge, metadata)?;
         Ok(Self {
             scorer,
             limits,
+            judge,
             cutting: segment.count.map_or(Cutting::Open(penalty), Cutting::Fixed),
             plan,
             schema,
@@ -181,12 +184,12 @@ impl Operator {
         } else {
             self.cutting
         };
-        Prepared::new(document).segment(document, &self.limits, cutting).map_err(|e| e.to_string())
+        Prepared::new(document, &self.judge).segment(document, &self.limits, cutting).map_err(|e| e.to_string())
     }
 }
 
 /// The limits of a pipeline.
 pub(super) fn limits(pipeline: &Pipeline) -> Limits {
     let s = &pipeline.segment;
-    Limits { target: s.target, min: s.min, max: s.max, length_weight: s.length_weight }
+    Limits { target: s.target, min: s.min, max: s.max, length_weight: s.length_weight() }
 }

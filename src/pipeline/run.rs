@@ -11,7 +11,7 @@ use futures::stream::{self, StreamExt};
 use tokio::sync::{mpsc, watch};
 
 use super::RunError;
-use super::chunks::Prepared;
+use super::chunks::{Judge, Prepared};
 use super::documents::{DocState, Need, Scorer};
 use super::feed::{Event, FeedOptions, PartEnd, feed, forced_format, open_first};
 use super::operator::{CutBatch, Operator, limits};
@@ -21,7 +21,7 @@ use crate::io::{
     CalibrationLine, ChunkWriter, ColumnPlan, InputFile, IoError, Manifest, PartLine, RowCounts, SERVICE_DIR, SinkTarget, TextCell, at,
     discover,
 };
-use crate::segment::{calibrate, open_count};
+use crate::segment::calibrate;
 
 /// Documents that a penalty is calibrated on at most.
 const SAMPLE: usize = 10_000;
@@ -513,8 +513,9 @@ async fn calibrated(
     manifest: Option<&mut Manifest>,
     mean: f64,
 ) -> Result<f64, RunError> {
-    let limits = limits(pipeline);
-    let mut words = vec!["calibration 1".to_owned(), format!("{mean} {limits:?} {:?}", pipeline.segment.utility)];
+    let (limits, judge) = (limits(pipeline), Judge::new(pipeline));
+    let mut words =
+        vec!["calibration 2".to_owned(), format!("{mean} {limits:?} {:?} {:?}", pipeline.segment.objective, pipeline.segment.utility)];
     words.extend(scorer.keys().iter().map(|k| k.to_hex().to_string()));
     let spec = hash_words(&words);
     if let Some(found) = manifest.as_ref().and_then(|m| m.calibration(&spec)).filter(|_| !options.recalibrate) {
@@ -589,16 +590,16 @@ async fn calibrated(
         for state in states {
             if let DocState::Ready(document) = state {
                 tokens += u64::from(document.tokens);
-                sample.push((Prepared::new(&document).cuts, document.tokens));
+                sample.push(Prepared::new(&document, &judge));
             }
         }
     }
     scorer.store().flush()?;
     let count = |penalty: f64| {
-        let chunks = sample.iter().map(|(cuts, tokens)| open_count(cuts, *tokens, &limits, penalty).cuts.len() as u64 + 1);
+        let chunks = sample.iter().map(|document| document.open(&limits, penalty).cuts.len() as u64 + 1);
         Ok::<_, RunError>(chunks.sum())
     };
-    let found = tokio::task::block_in_place(|| calibrate(tokens, mean, count))?;
+    let found = tokio::task::block_in_place(|| calibrate(pipeline.segment.scale(), tokens, mean, count))?;
     tracing::info!(penalty = found.penalty, mean_tokens = found.mean_tokens, documents = sample.len(), "penalty found");
     if let Some(manifest) = manifest {
         manifest.store_calibration(CalibrationLine {

@@ -7,7 +7,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::model::ops::Device;
-use crate::score::Readout;
+use crate::score::{Readout, Stage};
+use crate::segment::{NATS, PERCENTILES, Scale};
 
 /// A pipeline is at fault.
 #[derive(Debug, thiserror::Error)]
@@ -197,8 +198,13 @@ pub struct Score {
     pub encoder: String,
     /// Where RR reads states: a block number, a share such as "75%" (rounded down), or "final" (after the final norm).
     pub layer: Layer,
-    /// Tokens of the reset window, W.
-    pub window: u32,
+    /// Tokens of the reset window, W, if there are no `stages`. Default 24.
+    pub window: Option<u32>,
+    /// Instead of `window`: stages such as `[[8, 0.4], [24, 0.15], [128]]`. Every candidate edge runs 8 tokens, the best 40 % of all of them run on to 24, the
+    /// best 15 % of all to 128. By `lr`, which must then be the only readout of the reset pass.
+    pub stages: Option<Vec<StageEntry>>,
+    /// Bytes that windows may keep between stages; over it, one is run again from its start. Changes speed and memory only.
+    pub stage_memory: u64,
     /// Positions skipped at the start of the window, s.
     pub skip: u32,
     /// Positions of the reset pass.
@@ -217,13 +223,67 @@ impl Default for Score {
             readouts: vec![ReadoutWord::Rr],
             encoder: "minilm-l6".into(),
             layer: Layer::Word("75%".into()),
-            window: 24,
+            window: None,
+            stages: None,
+            stage_memory: 512 << 20,
             skip: 1,
             positions: PositionsWord::Original,
             reset_prefix: "none".into(),
             context: 8192,
             batch_tokens: 3456,
         }
+    }
+}
+
+impl Score {
+    /// Tokens of the reset window, W: of the last stage.
+    #[must_use]
+    pub fn window(&self) -> u32 {
+        match &self.stages {
+            Some(stages) => stages.last().map_or(0, |s| s.horizon),
+            None => self.window.unwrap_or(24),
+        }
+    }
+
+    /// The stages before the last.
+    #[must_use]
+    pub fn early_stages(&self) -> Vec<Stage> {
+        let entries = self.stages.as_deref().unwrap_or_default();
+        let early = &entries[..entries.len().saturating_sub(1)];
+        early.iter().map(|s| Stage { horizon: s.horizon, keep: s.keep.unwrap_or(1.0) }).collect()
+    }
+}
+
+/// A stage: tokens of the window, and, but for the last stage, the share of all candidates that go on.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(try_from = "Vec<f64>", into = "Vec<f64>")]
+#[schemars(with = "Vec<f64>")]
+pub struct StageEntry {
+    /// Tokens.
+    pub horizon: u32,
+    /// Share of all candidates, in 0..1.
+    pub keep: Option<f64>,
+}
+
+impl TryFrom<Vec<f64>> for StageEntry {
+    type Error = String;
+
+    fn try_from(entry: Vec<f64>) -> Result<Self, String> {
+        let (horizon, keep) = match entry[..] {
+            [horizon] => (horizon, None),
+            [horizon, keep] => (horizon, Some(keep)),
+            _ => return Err(format!("a stage is [tokens, share], the last one [tokens]; got {entry:?}")),
+        };
+        if horizon.fract() != 0.0 || !(0.0..=4096.0).contains(&horizon) {
+            return Err(format!("{horizon} is no number of tokens up to 4096"));
+        }
+        Ok(Self { horizon: horizon as u32, keep })
+    }
+}
+
+impl From<StageEntry> for Vec<f64> {
+    fn from(entry: StageEntry) -> Self {
+        std::iter::once(f64::from(entry.horizon)).chain(entry.keep).collect()
     }
 }
 
@@ -302,7 +362,8 @@ impl Default for EdgesTable {
 pub struct Segment {
     /// What is maximised.
     pub objective: Objective,
-    /// What a cut costs, rho; an edge is worth cutting at if its utility exceeds it. Default 0.95.
+    /// The cut penalty, rho. For percentiles: an edge is worth cutting at if its utility exceeds it; default 0.95. For chunk damage: a cut may cost about so
+    /// many nats; default 15.
     pub penalty: Option<f64>,
     /// Instead of `penalty`: the mean chunk length to aim for, in tokens.
     pub target_mean_tokens: Option<f64>,
@@ -319,15 +380,36 @@ pub struct Segment {
     pub min: u32,
     /// Hard maximum of a chunk, Lmax, in tokens.
     pub max: u32,
-    /// Length coefficient, lambda.
-    pub length_weight: f64,
+    /// Length coefficient, lambda. Default 0.02 for percentiles, 6 (nats) for chunk damage.
+    pub length_weight: Option<f64>,
 }
 
 impl Segment {
     /// rho.
     #[must_use]
     pub fn penalty(&self) -> f64 {
-        self.penalty.unwrap_or(0.95)
+        self.penalty.unwrap_or(match self.objective {
+            Objective::Percentile => 0.95,
+            Objective::ChunkDamage => 15.0,
+        })
+    }
+
+    /// lambda.
+    #[must_use]
+    pub fn length_weight(&self) -> f64 {
+        self.length_weight.unwrap_or(match self.objective {
+            Objective::Percentile => 0.02,
+            Objective::ChunkDamage => 6.0,
+        })
+    }
+
+    /// Penalties of the objective.
+    #[must_use]
+    pub fn scale(&self) -> Scale {
+        match self.objective {
+            Objective::Percentile => PERCENTILES,
+            Objective::ChunkDamage => NATS,
+        }
     }
 }
 
@@ -343,7 +425,7 @@ impl Default for Segment {
             target: 192,
             min: 48,
             max: 384,
-            length_weight: 0.02,
+            length_weight: None,
         }
     }
 }
@@ -354,6 +436,8 @@ impl Default for Segment {
 pub enum Objective {
     /// Percentiles of scores within the document.
     Percentile,
+    /// What the removed prefix knew about the whole chunk, in nats, by the curves of `lr`.
+    ChunkDamage,
 }
 
 /// The `[cache]` table.
@@ -518,12 +602,19 @@ impl Pipeline {
         if s.target == 0 || s.max == 0 || s.min > s.max {
             return fail("segment", format!("needs target >= 1 and min <= max, got target {}, min {}, max {}", s.target, s.min, s.max));
         }
-        if !s.length_weight.is_finite() || s.length_weight < 0.0 {
-            return fail("segment.length_weight", format!("must be a number >= 0, got {}", s.length_weight));
+        if !s.length_weight().is_finite() || s.length_weight() < 0.0 {
+            return fail("segment.length_weight", format!("must be a number >= 0, got {}", s.length_weight()));
         }
-        let (low, high) = crate::segment::PENALTY_RANGE;
+        let (low, high) = s.scale().range;
         if s.penalty.is_some_and(|p| !(low..=high).contains(&p)) {
-            return fail("segment.penalty", format!("must lie in {low}..={high} (utilities lie in 0..1), got {}", s.penalty()));
+            let what = match s.objective {
+                Objective::Percentile => "utilities lie in 0..1",
+                Objective::ChunkDamage => "nats",
+            };
+            return fail("segment.penalty", format!("must lie in {low}..={high} ({what}), got {}", s.penalty()));
+        }
+        if s.objective == Objective::ChunkDamage && !self.score.readouts.contains(&ReadoutWord::Lr) {
+            return fail("segment.objective", "chunk_damage is read off the curves of lr; add \"lr\" to score.readouts".into());
         }
         let ways = [s.penalty.is_some(), s.target_mean_tokens.is_some(), s.count.is_some(), s.count_column.is_some()];
         if ways.iter().filter(|w| **w).count() > 1 {
@@ -540,7 +631,7 @@ impl Pipeline {
                 return fail("segment.utility", "is empty; leave it out to use the first readout".into());
             }
             for key in weights.keys() {
-                match super::utility::parse_term(key, self.score.window) {
+                match super::utility::parse_term(key, self.score.window()) {
                     Ok((readout, _)) if self.score.readouts.contains(&readout) => {}
                     Ok((readout, _)) => {
                         let known: Vec<_> = self.score.readouts.iter().map(|r| r.readout().as_str()).collect();
@@ -562,8 +653,20 @@ impl Pipeline {
         if readouts.is_empty() || readouts.iter().enumerate().any(|(i, r)| readouts[..i].contains(r)) {
             return fail("score.readouts", "must name one or more of rr, lr, kl, embed, each once".into());
         }
-        if self.score.window == 0 || self.score.window > 4096 {
-            return fail("score.window", format!("must lie in 1..=4096, got {}", self.score.window));
+        if self.score.window.is_some() && self.score.stages.is_some() {
+            return fail("score", "give window or stages, not both: window = W is stages = [[W]]".into());
+        }
+        if self.score.window() == 0 || self.score.window() > 4096 {
+            return fail("score.window", format!("must lie in 1..=4096, got {}", self.score.window()));
+        }
+        if let Some(stages) = &self.score.stages {
+            let last = stages.len().saturating_sub(1);
+            if stages.iter().enumerate().any(|(i, s)| s.keep.is_none() != (i == last)) {
+                return fail(
+                    "score.stages",
+                    "every stage but the last needs a share, the last has none: [[8, 0.4], [24, 0.15], [128]]".into(),
+                );
+            }
         }
         if self.score.context < 16 {
             return fail("score.context", format!("must be at least 16, got {}", self.score.context));
@@ -590,10 +693,10 @@ fn merge(base: &mut toml::Table, over: toml::Table) {
         match (base.get_mut(&key), value) {
             (Some(toml::Value::Table(old)), toml::Value::Table(new)) if key != "utility" && key != "columns" => merge(old, new),
             (_, value) => {
-                // A later way of fixing the number of cuts replaces an earlier one.
-                const WAYS: [&str; 4] = ["penalty", "target_mean_tokens", "count", "count_column"];
-                if WAYS.contains(&key.as_str()) {
-                    WAYS.iter().for_each(|way| drop(base.remove(*way)));
+                // A later way of fixing the number of cuts, or the window, replaces an earlier one.
+                const WAYS: [&[&str]; 2] = [&["penalty", "target_mean_tokens", "count", "count_column"], &["window", "stages"]];
+                for ways in WAYS.iter().filter(|ways| ways.contains(&key.as_str())) {
+                    ways.iter().for_each(|way| drop(base.remove(*way)));
                 }
                 base.insert(key, value);
             }

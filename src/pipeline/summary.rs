@@ -165,7 +165,7 @@ pub(super) fn columns_schema(schema: &Schema, title: &str, meaning: impl Fn(&str
 /// [`crate::io::IoError`] never in practice: the columns are the program's own.
 pub fn chunks_schema() -> Result<serde_json::Value, crate::io::IoError> {
     let plan = crate::io::ColumnPlan::of_text("text");
-    let schema = super::chunks::chunk_schema(&plan, true, &[], std::collections::HashMap::new())?;
+    let schema = super::chunks::chunk_schema(&plan, true, &[], &super::chunks::Judge::Percentile, std::collections::HashMap::new())?;
     debug_assert_eq!(schema.fields().iter().map(|f| f.name().as_str()).collect::<Vec<_>>(), super::chunks::OWN_COLUMNS);
     let meaning = |name: &str| match name {
         "doc_id" => "the id column's value, else input path # physical row",
@@ -189,6 +189,10 @@ pub fn chunks_schema() -> Result<serde_json::Value, crate::io::IoError> {
         object.insert(
             "with_several_readouts".into(),
             "a nullable Float32 column cut_<readout> for each, after cut_utility: its own score of the edge".into(),
+        );
+        object.insert(
+            "with_chunk_damage".into(),
+            "nullable Float32 columns cut_damage, what the removed prefix knew about the whole chunk, in nats, and cut_damage_per_token, before limits_relaxed".into(),
         );
         object.insert("doc_id_type".into(), format!("as in the input; {} without an id column", DataType::Utf8).into());
     }

@@ -9,7 +9,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use tokio::sync::watch;
 
-use super::chunks::{Cutting, Prepared, chunk_tokens};
+use super::chunks::{Cutting, Judge, Prepared, chunk_tokens};
 use super::documents::{DocState, Need, Scorer, blocking};
 use super::feed::{Event, FeedOptions, forced_format, open_first};
 use super::operator::limits;
@@ -80,7 +80,7 @@ pub async fn sweep(
     let scorer = Arc::new(Scorer::new(pipeline, models)?);
     let first = open_first(pipeline, &files)?;
     let plan = Arc::clone(first.plan());
-    let limits = limits(pipeline);
+    let (limits, judge) = (limits(pipeline), Judge::new(pipeline));
     let options = FeedOptions { files, plan, kept: Default::default(), limit, checksum: false, hash: false };
     let events = spawn_feed(pipeline, options, Some(first), &Arc::new(AtomicU64::new(0)));
     let penalties: Arc<[f64]> = penalties.into();
@@ -93,13 +93,13 @@ pub async fn sweep(
     };
     let (worker, values, blank) = (Arc::clone(&scorer), Arc::clone(&penalties), empty.clone());
     let tallies = event_stream(events).map(move |event| {
-        let (scorer, penalties, mut tally) = (Arc::clone(&worker), Arc::clone(&values), blank.clone());
+        let (scorer, penalties, mut tally, judge) = (Arc::clone(&worker), Arc::clone(&values), blank.clone(), judge.clone());
         async move {
             match event {
                 Event::Rows(_, batch) => {
                     let states = scorer.resolve(&Arc::new(batch), Need::Cuttable(limits)).await?;
                     blocking(move || {
-                        states.iter().for_each(|state| tally.add(state, &limits, &penalties));
+                        states.iter().for_each(|state| tally.add(state, &limits, &judge, &penalties));
                         tally
                     })
                     .await
@@ -142,11 +142,11 @@ pub async fn sweep(
 }
 
 impl Tally {
-    fn add(&mut self, state: &DocState, limits: &Limits, penalties: &[f64]) {
+    fn add(&mut self, state: &DocState, limits: &Limits, judge: &Judge, penalties: &[f64]) {
         match state {
             DocState::Ready(document) => {
                 self.documents += 1;
-                let prepared = Prepared::new(document);
+                let prepared = Prepared::new(document, judge);
                 for (i, &penalty) in penalties.iter().enumerate() {
                     // An open count is always feasible.
                     let Ok(chunks) = prepared.segment(document, limits, Cutting::Open(penalty)) else {

@@ -1,21 +1,22 @@
 //! The engine: worker threads that turn waiting full passes and reset windows of all documents into batches.
 //!
 //! A worker takes, in this order: a full batch of windows, waiting full passes up to the token budget, or what windows there are. So
-//! batches are full while documents keep coming, and the states of few documents are alive at once.
+//! batches are full while documents keep coming, and the states of few documents are alive at once. Windows of later stages go first.
 
 use std::collections::VecDeque;
 use std::panic::AssertUnwindSafe;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 use futures::channel::oneshot;
 
-use super::curve::{Curve, curve};
+use super::curve::{Curve, Growing, Knots, curve};
+use super::stages::{damage_per_token, survivors};
 use super::{Readout, ScoreError, ScoreSpec};
 use crate::model::ops::{self, Head, HeadScratch};
-use crate::model::{Batch, Scratch, Tap, Trunk};
+use crate::model::{Batch, Past, Scratch, Tap, Trunk};
 
 /// A document to score.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -80,8 +81,13 @@ struct Job {
 
 struct Progress {
     curves: Vec<EdgeCurves>,
-    /// Windows of the current segment that are not done.
+    /// Windows of the current segment, or of a later stage, that are not done.
     left: usize,
+    stage: usize,
+    /// Windows that wait for the others of their stage.
+    waiting: Vec<Run>,
+    /// Candidates that have a score, once the first stage is done.
+    all: usize,
     reply: Option<oneshot::Sender<Result<Vec<EdgeCurves>, ScoreError>>>,
 }
 
@@ -92,14 +98,45 @@ struct Pass {
     segment: usize,
 }
 
-/// One reset window, with the states it is compared with.
+/// One reset window of a document on its way.
 struct Window {
     job: Arc<Job>,
+    run: Run,
+}
+
+/// How far a window is, and the states it is compared with.
+struct Run {
     segment: usize,
     edge: usize,
     full: Arc<FullStates>,
     /// Row of the states at which the document's segment begins.
     base: usize,
+    stage: usize,
+    /// Tokens of the window that have been scored.
+    done: u32,
+    /// The curve of LR so far.
+    lr: Growing,
+    kept: Option<Kept>,
+}
+
+/// What a window left behind for its next stage.
+struct Kept {
+    past: Past,
+    /// Final-normed state of its last token.
+    last: Vec<f32>,
+    _reserved: Reserved,
+}
+
+/// Memory that is taken while it lives.
+struct Reserved {
+    used: Arc<AtomicUsize>,
+    bytes: usize,
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        self.used.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
 }
 
 /// What a batch of full passes leaves for the windows to be compared with, row by row; empty where it is not asked for.
@@ -134,9 +171,23 @@ struct Shared {
     trunk: Arc<dyn Trunk>,
     spec: ScoreSpec,
     budget: usize,
+    knots: Knots,
+    stage_memory: usize,
+    kept_bytes: Arc<AtomicUsize>,
     queue: Mutex<Queue>,
     wake: Condvar,
     counters: Counters,
+}
+
+/// How an engine works: none of it changes a score.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EngineOptions {
+    /// Worker threads.
+    pub threads: usize,
+    /// Tokens of a batch at most (one window or one full pass at least).
+    pub batch_tokens: usize,
+    /// Bytes that windows may keep between stages; over it, a window is run again from its start.
+    pub stage_memory: usize,
 }
 
 enum Work {
@@ -155,19 +206,22 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Engine {
-    /// Starts `threads` workers; a batch holds up to `batch_tokens` tokens (one window or one full pass at least).
+    /// Starts the workers.
     ///
     /// # Errors
     /// [`ScoreError::Settings`] if the specification does not fit itself or a thread cannot be started.
-    pub fn new(trunk: Arc<dyn Trunk>, spec: ScoreSpec, threads: usize, batch_tokens: usize) -> Result<Self, ScoreError> {
+    pub fn new(trunk: Arc<dyn Trunk>, spec: ScoreSpec, options: EngineOptions) -> Result<Self, ScoreError> {
         spec.validate()?;
         if spec.readouts.need_head() && trunk.head().is_none() {
             return Err(ScoreError::Settings("LR and KL need the model's output head, which was not loaded".into()));
         }
         let shared = Arc::new(Shared {
             trunk,
+            knots: Knots::new(spec.window, spec.skip),
             spec,
-            budget: batch_tokens.max(1),
+            budget: options.batch_tokens.max(1),
+            stage_memory: options.stage_memory,
+            kept_bytes: Arc::default(),
             queue: Mutex::default(),
             wake: Condvar::new(),
             counters: Counters::default(),
@@ -177,7 +231,7 @@ impl Engine {
             let body = move || shared.work();
             std::thread::Builder::new().name(format!("score-{i}")).spawn(body)
         };
-        let threads = (0..threads.max(1)).map(spawn).collect::<Result<Vec<_>, _>>();
+        let threads = (0..options.threads.max(1)).map(spawn).collect::<Result<Vec<_>, _>>();
         match threads {
             Ok(threads) => Ok(Self { shared, threads }),
             Err(e) => Err(ScoreError::Settings(format!("cannot start a scoring thread: {e}"))),
@@ -220,7 +274,7 @@ impl Engine {
             return receiver;
         }
         self.shared.counters.source_tokens.fetch_add(u64::from(n), Ordering::Relaxed);
-        let progress = Mutex::new(Progress { curves, left: 0, reply: Some(reply) });
+        let progress = Mutex::new(Progress { curves, left: 0, stage: 0, waiting: Vec::new(), all: 0, reply: Some(reply) });
         let job = Arc::new(Job { document, segments, progress });
         lock(&self.shared.queue).passes.push_back(Pass { job, segment: 0 });
         self.shared.wake.notify_one();
@@ -329,10 +383,16 @@ impl Shared {
         }
     }
 
+    /// Tokens of a window that its stage runs to: its document may end before the stage's horizon.
+    fn stage_end(&self, job: &Job, run: &Run) -> u32 {
+        let document = &job.document;
+        self.spec.window_at(document.edges[run.edge], document.ids.len() as u32).min(self.spec.horizon(run.stage))
+    }
+
+    /// Tokens that go through the network for a window's stage.
     fn window_tokens(&self, window: &Window) -> usize {
-        let document = &window.job.document;
-        let m = self.spec.window_at(document.edges[window.edge], document.ids.len() as u32);
-        m as usize + self.spec.prefix.len()
+        let end = self.stage_end(&window.job, &window.run) as usize;
+        if window.run.kept.is_some() { end - window.run.done as usize } else { end + self.spec.prefix.len() }
     }
 
     fn take_windows(&self, queue: &mut Queue) -> Vec<Window> {
@@ -370,12 +430,12 @@ impl Shared {
     }
 
     /// States that RR reads and final-normed states; empty where they are not asked for.
-    fn forward(&self, batch: &Batch, scratch: &mut Scratch) -> Result<(Vec<f32>, Vec<f32>), ScoreError> {
+    fn forward(&self, batch: &Batch, past: &mut [Option<Past>], scratch: &mut Scratch) -> Result<(Vec<f32>, Vec<f32>), ScoreError> {
         self.counters.forward_tokens.fetch_add(batch.ids.len() as u64, Ordering::Relaxed);
         self.counters.batches.fetch_add(1, Ordering::Relaxed);
         let last = self.spec.readouts.need_head().then_some(Tap::Final);
         let taps: Vec<Tap> = self.spec.readouts.rr.into_iter().chain(last).collect();
-        let mut states = self.trunk.forward(batch, &taps, scratch)?.into_iter();
+        let mut states = self.trunk.resume(batch, past, &taps, scratch)?.into_iter();
         let mut take = |wanted: bool| if wanted { states.next().unwrap_or_default() } else { Vec::new() };
         Ok((take(self.spec.readouts.rr.is_some()), take(last.is_some())))
     }
@@ -397,7 +457,7 @@ impl Shared {
         for pass in &passes {
             batch.push(self.spec.full_pass(&pass.job.document.ids, pass.job.segments[pass.segment].0));
         }
-        let (rr, normed) = self.forward(&batch, &mut scratch.model)?;
+        let (rr, normed) = self.forward(&batch, &mut [], &mut scratch.model)?;
         let mut log = Vec::new();
         if let Some(head) = self.head().filter(|_| self.spec.readouts.lr) {
             log = vec![0.0; batch.ids.len()];
@@ -427,12 +487,10 @@ impl Shared {
         let mut ready = Vec::new();
         for (pass, span) in passes.into_iter().zip(batch.sequences()) {
             let before = ready.len();
-            ready.extend(self.edges_of(&pass).map(|edge| Window {
-                job: Arc::clone(&pass.job),
-                segment: pass.segment,
-                edge,
-                full: Arc::clone(&full),
-                base: span.start,
+            ready.extend(self.edges_of(&pass).map(|edge| {
+                let (full, segment, base) = (Arc::clone(&full), pass.segment, span.start);
+                let run = Run { segment, edge, full, base, stage: 0, done: 0, lr: Growing::default(), kept: None };
+                Window { job: Arc::clone(&pass.job), run }
             }));
             lock(&pass.job.progress).left = ready.len() - before;
         }
@@ -447,80 +505,112 @@ impl Shared {
         Ok(())
     }
 
-    fn run_windows(&self, windows: Vec<Window>, scratch: &mut Buffers) -> Result<(), ScoreError> {
+    /// Memory for what a window of so many tokens, the prefix included, leaves behind; none if there is no more.
+    fn reserve(&self, tokens: usize) -> Option<Reserved> {
+        let bytes = (self.trunk.past_floats(tokens) + self.trunk.shape().hidden) * size_of::<f32>();
+        let reserved = Reserved { used: Arc::clone(&self.kept_bytes), bytes };
+        let before = self.kept_bytes.fetch_add(bytes, Ordering::Relaxed);
+        (before + bytes <= self.stage_memory).then_some(reserved)
+    }
+
+    fn run_windows(&self, mut windows: Vec<Window>, scratch: &mut Buffers) -> Result<(), ScoreError> {
         let hidden = self.trunk.shape().hidden;
         let mut batch = Batch::default();
-        let mut skipped = Vec::with_capacity(windows.len());
-        for window in &windows {
-            let document = &window.job.document;
-            let (tokens, before) = self.spec.reset_pass(&document.ids, document.edges[window.edge]);
-            batch.push(tokens);
-            skipped.push(before);
+        // What each window left behind, and will leave: entries of the batch's sequences.
+        let (mut past, mut kept, mut places) = (Vec::new(), Vec::new(), Vec::new());
+        for Window { job, run } in &mut windows {
+            let (end, from) = (self.stage_end(job, run) as usize, run.kept.as_ref().map_or(0, |_| run.done as usize));
+            let (tokens, before) = self.spec.reset_pass(&job.document.ids, job.document.edges[run.edge]);
+            let skipped = if from > 0 { before + from } else { 0 };
+            batch.push(tokens.skip(skipped).take(before + end - skipped));
+            let goes_on = run.stage < self.spec.stages.len() && end < self.window_of(job, run) as usize;
+            let reserved = if goes_on { self.reserve(before + end) } else { None };
+            let (own, last) = run.kept.take().map_or((None, None), |kept| (Some(kept.past), Some(kept.last)));
+            past.push(own.or_else(|| reserved.is_some().then(Past::default)));
+            kept.push(reserved);
+            places.push((from, before, end, last));
         }
-        let (reset, normed) = self.forward(&batch, &mut scratch.model)?;
-        let spans: Vec<_> = batch.sequences().zip(skipped).map(|(span, before)| span.start + before..span.end).collect();
+        let (reset, normed) = self.forward(&batch, &mut past, &mut scratch.model)?;
+        // Row of the first token of each window that ran now.
+        let firsts: Vec<usize> = batch.sequences().zip(&places).map(|(s, p)| s.start + if p.0 > 0 { 0 } else { p.1 }).collect();
 
-        // Rows of the batch that predict a token of their window, beside the rows of the full pass that do.
+        // Rows of the batch that predict a token of their window not yet scored, beside the rows of the full pass that do. The first such token after an
+        // earlier stage is predicted by the state that this stage left.
         let (mut log, mut divergence) = (Vec::new(), Vec::new());
         if let Some(head) = self.head() {
-            let mut pairs = Vec::new();
-            for (window, span) in windows.iter().zip(&spans) {
-                let at = self.full_row(window);
-                pairs.extend((self.first_token()..span.len()).map(|t| (span.start + t - 1, window, at + t - 1)));
+            let (mut states, mut targets, mut full) = (Vec::new(), Vec::new(), Vec::new());
+            for ((Window { job, run }, &first), (from, _, end, last)) in windows.iter().zip(&firsts).zip(&places) {
+                let (at, b) = (self.full_row(job, run), job.document.edges[run.edge] as usize);
+                for t in self.first_token().max(run.done as usize)..*end {
+                    states.extend_from_slice(match last {
+                        Some(last) if t == *from => last,
+                        _ => &normed[(first + t - from - 1) * hidden..(first + t - from) * hidden],
+                    });
+                    targets.push(job.document.ids[b + t]);
+                    if self.spec.readouts.kl {
+                        full.extend_from_slice(&run.full.normed[(at + t - 1) * hidden..(at + t) * hidden]);
+                    }
+                }
             }
-            let states: Vec<f32> = pairs.iter().flat_map(|(row, ..)| &normed[row * hidden..(row + 1) * hidden]).copied().collect();
             if self.spec.readouts.lr {
-                let targets: Vec<u32> = pairs.iter().map(|(row, ..)| batch.ids[row + 1]).collect();
                 log = head.log_probabilities(&states, &targets, &mut scratch.head)?;
             }
             if self.spec.readouts.kl {
-                let full: Vec<f32> =
-                    pairs.iter().flat_map(|(_, window, row)| &window.full.normed[row * hidden..(row + 1) * hidden]).copied().collect();
                 divergence = head.divergences(&full, &states, &mut scratch.head)?;
             }
         }
         let (mut log, mut divergence) = (log.into_iter(), divergence.into_iter());
 
-        for (window, span) in windows.into_iter().zip(spans) {
-            let document = &window.job.document;
-            let (b, n) = (document.edges[window.edge], document.ids.len() as u32);
-            let at = self.full_row(&window);
-            let (m, first) = (span.len(), self.first_token());
+        let sequences: Vec<_> = batch.sequences().collect();
+        let left = past.into_iter().zip(kept).zip(sequences);
+        for (((window, first), (_, _, end, _)), ((past, reserved), span)) in windows.into_iter().zip(firsts).zip(places).zip(left) {
+            let Window { job, mut run } = window;
+            let (b, n) = (job.document.edges[run.edge], job.document.ids.len() as u32);
+            let (at, m, done) = (self.full_row(&job, &run), self.window_of(&job, &run), run.done as usize);
             let mut curves = EdgeCurves::default();
             if self.spec.gives(Readout::Rr, b, n) {
-                let full = window.full.rr[at * hidden..].chunks_exact(hidden);
-                let reset = reset[span.start * hidden..span.end * hidden].chunks_exact(hidden);
+                let full = run.full.rr[at * hidden..].chunks_exact(hidden);
+                let reset = reset[first * hidden..span.end * hidden].chunks_exact(hidden);
                 let terms: Vec<f64> = reset.zip(full).map(|(r, h)| ops::cosine(h, r)).collect();
                 curves.rr = curve(&terms, self.spec.skip);
             }
             // The first token of a window without a prefix has no term: nothing predicts it.
-            let mut terms = vec![0.0; m];
+            let none = self.first_token().saturating_sub(done).min(end - done);
+            let mut terms = vec![0.0; end - done];
             if self.spec.readouts.lr {
-                for ((t, term), reset) in terms.iter_mut().enumerate().skip(first).zip(&mut log) {
-                    *term = window.full.log[at + t - 1] - reset;
+                for ((t, term), reset) in (done..).zip(&mut terms).skip(none).zip(&mut log) {
+                    *term = run.full.log[at + t - 1] - reset;
                 }
                 if self.spec.gives(Readout::Lr, b, n) {
-                    curves.lr = curve(&terms, self.spec.skip);
+                    run.lr.add(&terms, m, self.spec.skip);
                 }
             }
             if self.spec.readouts.kl {
-                for (term, found) in terms[first.min(m)..].iter_mut().zip(&mut divergence) {
-                    *term = found;
-                }
+                terms[none..].iter_mut().zip(&mut divergence).for_each(|(term, found)| *term = found);
                 if self.spec.gives(Readout::Kl, b, n) {
                     curves.kl = curve(&terms, self.spec.skip);
                 }
             }
-            if window.job.failed() {
+            if job.failed() {
                 continue;
             }
-            if [&curves.rr, &curves.lr, &curves.kl].into_iter().flatten().all(|v| v.is_finite()) {
-                self.finish(&window, curves);
-            } else {
-                window.job.fail(ScoreError::NotFinite { edge: b });
+            if ![&curves.rr, &run.lr.curve, &curves.kl].into_iter().flatten().all(|v| v.is_finite()) {
+                job.fail(ScoreError::NotFinite { edge: b });
+                continue;
             }
+            run.done = end as u32;
+            run.kept = past.zip(reserved).map(|(past, reserved)| {
+                let last = normed[(span.end - 1) * hidden..span.end * hidden].to_vec();
+                Kept { past, last, _reserved: reserved }
+            });
+            self.finish(job, run, curves);
         }
         Ok(())
+    }
+
+    /// Tokens of a window in its last stage.
+    fn window_of(&self, job: &Job, run: &Run) -> u32 {
+        self.spec.window_at(job.document.edges[run.edge], job.document.ids.len() as u32)
     }
 
     /// The first token of a window that a row of its pass predicts.
@@ -529,27 +619,83 @@ impl Shared {
     }
 
     /// Row of a window's first token among the states of its full pass.
-    fn full_row(&self, window: &Window) -> usize {
-        let document = &window.job.document;
-        window.base + self.spec.full_row(document.edges[window.edge], document.ids.len() as u32)
+    fn full_row(&self, job: &Job, run: &Run) -> usize {
+        run.base + self.spec.full_row(job.document.edges[run.edge], job.document.ids.len() as u32)
     }
 
-    /// Stores curves; the last of a segment starts the next segment, the last of all answers.
-    fn finish(&self, window: &Window, curves: EdgeCurves) {
-        let mut progress = lock(&window.job.progress);
-        progress.curves[window.edge] = curves;
+    /// Takes what a window gave; the last of a segment starts the next segment, the last of a stage the next stage, the last of all answers.
+    fn finish(&self, job: Arc<Job>, run: Run, curves: EdgeCurves) {
+        let mut progress = lock(&job.progress);
+        let (edge, segment) = (run.edge, run.segment);
+        progress.curves[edge] = curves;
+        if self.spec.stages.is_empty() {
+            progress.curves[edge].lr = run.lr.curve;
+        } else {
+            progress.waiting.push(run);
+        }
         progress.left -= 1;
         if progress.left > 0 {
             return;
         }
-        if window.segment + 1 < window.job.segments.len() {
+        if progress.stage == 0 && segment + 1 < job.segments.len() {
             drop(progress);
-            let pass = Pass { job: Arc::clone(&window.job), segment: window.segment + 1 };
-            lock(&self.queue).passes.push_back(pass);
+            lock(&self.queue).passes.push_back(Pass { job, segment: segment + 1 });
             self.wake.notify_one();
-        } else if let Some(reply) = progress.reply.take() {
-            // Nobody waits any more: nothing to report to.
-            let _ = reply.send(Ok(std::mem::take(&mut progress.curves)));
+            return;
         }
+        let next = self.next_stage(&job, &mut progress);
+        if next.is_empty() {
+            let Progress { curves, reply, .. } = &mut *progress;
+            if let Some(reply) = reply.take() {
+                // Nobody waits any more: nothing to report to.
+                let _ = reply.send(Ok(std::mem::take(curves)));
+            }
+            return;
+        }
+        progress.left = next.len();
+        drop(progress);
+        let windows: Vec<Window> = next.into_iter().map(|run| Window { job: Arc::clone(&job), run }).collect();
+        let tokens: usize = windows.iter().map(|w| self.window_tokens(w)).sum();
+        let mut queue = lock(&self.queue);
+        if !queue.closed {
+            windows.into_iter().rev().for_each(|window| queue.windows.push_front(window));
+            queue.window_tokens += tokens;
+        }
+        drop(queue);
+        self.wake.notify_all();
+    }
+
+    /// Ends a stage: the windows that run on in the next one, or in the first after it in which any does; none after the last stage.
+    fn next_stage(&self, job: &Job, progress: &mut Progress) -> Vec<Run> {
+        let n = job.document.ids.len() as u32;
+        let mut runs = std::mem::take(&mut progress.waiting);
+        runs.sort_unstable_by_key(|run| run.edge);
+        if progress.stage == 0 {
+            progress.all = runs.iter().filter(|run| !run.lr.curve.is_empty()).count();
+        }
+        while let Some(stage) = self.spec.stages.get(progress.stage) {
+            let damage = |run: &Run| damage_per_token(&self.knots, &run.lr.curve, n - job.document.edges[run.edge], stage.horizon);
+            let damages = runs.iter().enumerate().filter(|(_, run)| !run.lr.curve.is_empty()).map(|(i, run)| (i, damage(run))).collect();
+            let mut chosen = survivors(damages, stage.keep, progress.all).into_iter().peekable();
+            progress.stage += 1;
+            let mut next = Vec::new();
+            for (i, mut run) in std::mem::take(&mut runs).into_iter().enumerate() {
+                if chosen.next_if_eq(&i).is_none() {
+                    progress.curves[run.edge].lr = run.lr.curve;
+                } else {
+                    run.stage = progress.stage;
+                    // A window that its document's end has cut off is through.
+                    if run.done < self.window_of(job, &run) { next.push(run) } else { runs.push(run) }
+                }
+            }
+            if !next.is_empty() {
+                progress.waiting = runs;
+                return next;
+            }
+        }
+        for run in runs {
+            progress.curves[run.edge].lr = run.lr.curve;
+        }
+        Vec::new()
     }
 }

@@ -6,10 +6,12 @@
 mod boundary;
 mod curve;
 mod engine;
+mod stages;
 
 pub use boundary::{EMBED_TOKENS, EmbeddingBoundary, sides};
-pub use curve::{Curve, kept_positions, score_at};
-pub use engine::{Document, EdgeCurves, Engine, EngineStats};
+pub use curve::{Curve, Knots, kept_positions, score_at};
+pub use engine::{Document, EdgeCurves, Engine, EngineOptions, EngineStats};
+pub use stages::{Stage, reach};
 
 use crate::model::{ModelError, Tap};
 
@@ -151,9 +153,11 @@ impl Prefix {
 }
 
 /// Everything that decides a score, besides the model and the document.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ScoreSpec {
-    /// Tokens of the reset window, W.
+    /// Stages before the last; none is one pass over the whole window.
+    pub stages: Vec<Stage>,
+    /// Tokens of the reset window, W: of the last stage.
     pub window: u32,
     /// Positions skipped at the start of the window, s.
     pub skip: u32,
@@ -183,6 +187,7 @@ impl ScoreSpec {
             let readout = readout.as_str();
             return fail(format!("score.window = {} leaves nothing of {readout} after score.skip = {}", self.window, self.skip));
         }
+        self.validate_stages()?;
         let needed = self.window as usize + self.prefix.len();
         if needed > (self.room() - self.stride()) as usize {
             return fail(format!(
@@ -196,6 +201,35 @@ impl ScoreSpec {
             return fail("score.reset_prefix = \"local:0\" keeps nothing; use \"none\"".into());
         }
         Ok(())
+    }
+
+    fn validate_stages(&self) -> Result<(), ScoreError> {
+        let fail = |text: String| Err(ScoreError::Settings(format!("score.stages: {text}")));
+        if self.stages.is_empty() {
+            return Ok(());
+        }
+        if self.readouts != (Readouts { lr: true, ..Readouts::default() }) {
+            return fail(
+                "stages rank edges by lr and read nothing else of a reset pass; take score.readouts = [\"lr\"], or score.window".into(),
+            );
+        }
+        let horizons: Vec<u32> = self.stages.iter().map(|s| s.horizon).chain([self.window]).collect();
+        if horizons.iter().any(|h| *h == 0 || !h.is_multiple_of(8)) || horizons.windows(2).any(|h| h[0] >= h[1]) {
+            return fail(format!("windows must be ascending multiples of 8, got {horizons:?}"));
+        }
+        let shares: Vec<f64> = self.stages.iter().map(|s| s.keep).collect();
+        if shares.iter().any(|s| !(*s > 0.0 && *s < 1.0)) || shares.windows(2).any(|s| s[0] < s[1]) {
+            return fail(format!("shares of all candidates must lie between 0 and 1 and not rise, got {shares:?}"));
+        }
+        if self.stages[0].horizon <= Readout::Lr.first(self.skip) {
+            return fail(format!("the first window leaves nothing of lr after score.skip = {}", self.skip));
+        }
+        Ok(())
+    }
+
+    /// Tokens of the window in a stage.
+    fn horizon(&self, stage: usize) -> u32 {
+        self.stages.get(stage).map_or(self.window, |s| s.horizon)
     }
 
     /// Document tokens of one segment.

@@ -7,6 +7,6 @@ mod calibrate;
 mod percentile;
 mod program;
 
-pub use calibrate::{Calibration, PENALTY_RANGE, calibrate};
-pub use percentile::percentiles;
-pub use program::{Cut, Limits, SegmentError, Segmentation, fixed_count, open_count};
+pub use calibrate::{Calibration, NATS, PERCENTILES, Scale, calibrate};
+pub use percentile::{grouped_percentiles, percentiles};
+pub use program::{Cut, Limits, SegmentError, Segmentation, fixed_count, fixed_damage, open_count, open_damage};

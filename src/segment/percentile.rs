@@ -5,14 +5,20 @@
 /// NaN scores are not counted and give NaN.
 #[must_use]
 pub fn percentiles(scores: &[f32]) -> Vec<f64> {
+    grouped_percentiles(|_| 0, scores)
+}
+
+/// [`percentiles`] where a score of a higher group ranks above every one of a lower group.
+#[must_use]
+pub fn grouped_percentiles(group: impl Fn(usize) -> u32, scores: &[f32]) -> Vec<f64> {
     let mut order: Vec<usize> = (0..scores.len()).filter(|&i| !scores[i].is_nan()).collect();
     // Adding 0 turns -0 into 0, so that `total_cmp` sees them as equal.
     let value = |i: usize| scores[i] + 0.0;
-    order.sort_unstable_by(|&a, &b| value(a).total_cmp(&value(b)).then(a.cmp(&b)));
+    order.sort_unstable_by(|&a, &b| group(a).cmp(&group(b)).then(value(a).total_cmp(&value(b))).then(a.cmp(&b)));
     let mut out = vec![f64::NAN; scores.len()];
     let mut first = 0;
     while first < order.len() {
-        let tied = order[first..].iter().take_while(|&&i| value(i) == value(order[first])).count();
+        let tied = order[first..].iter().take_while(|&&i| value(i) == value(order[first]) && group(i) == group(order[first])).count();
         // Ranks first+1 ..= first+tied; twice their average is an integer, so the quotient is rounded once.
         let utility = (2 * first + tied + 1) as f64 / (2 * order.len()) as f64;
         for &i in &order[first..first + tied] {
@@ -25,7 +31,13 @@ pub fn percentiles(scores: &[f32]) -> Vec<f64> {
 
 #[cfg(test)]
 mod tests {
-    use super::percentiles;
+    use super::{grouped_percentiles, percentiles};
+
+    #[test]
+    fn a_higher_group_ranks_above_whatever_its_scores() {
+        let groups = [8, 24, 8, 24];
+        assert_eq!(grouped_percentiles(|i| groups[i], &[5.0, 1.0, 5.0, 2.0]), [0.375, 0.75, 0.375, 1.0]);
+    }
 
     #[test]
     fn ties_share_their_average_rank() {

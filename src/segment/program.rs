@@ -137,15 +137,19 @@ impl Costs {
     }
 }
 
-/// What choosing each edge costs: `rho - u`, rounded once.
-fn cut_costs(edges: &[Cut], penalty: f64) -> Vec<Cost> {
-    let one = |edge: &Cut| Cost {
-        fallback: u32::from(edge.utility.is_none()),
-        value: -fixed(edge.utility.unwrap_or(0.0) - penalty),
-        cuts: 1,
-        ..Cost::default()
-    };
-    edges.iter().map(one).collect()
+/// What each edge costs by itself when a chunk begins there, whatever its length.
+fn cut_costs(edges: &[Cut]) -> Vec<Cost> {
+    edges.iter().map(|edge| Cost { fallback: u32::from(edge.utility.is_none()), cuts: 1, ..Cost::default() }).collect()
+}
+
+/// `u - rho` of each edge, rounded once.
+fn utilities(edges: &[Cut], penalty: f64) -> Vec<i128> {
+    edges.iter().map(|edge| fixed(edge.utility.unwrap_or(0.0) - penalty)).collect()
+}
+
+/// `rho - D(b, l)` of a candidate, rounded once; nothing for a fallback edge, whose number is fixed before values are compared.
+fn spared(edges: &[Cut], penalty: f64, damage: impl Fn(usize, u32) -> f64) -> impl Fn(usize, u32) -> i128 {
+    move |edge, len| if edges[edge].utility.is_some() { fixed(penalty - damage(edge, len)) } else { 0 }
 }
 
 /// Positions of the start, the edges and the end: node 0, nodes 1..=edges, and the last node.
@@ -172,21 +176,55 @@ fn reach(at: &[u32], node: usize, max: u32, from: usize) -> usize {
 /// go to fewer cuts, then to the lexicographically smallest list of cuts. O(edges x edges within Lmax).
 #[must_use]
 pub fn open_count(edges: &[Cut], tokens: u32, limits: &Limits, penalty: f64) -> Segmentation {
+    let gains = utilities(edges, penalty);
+    open(edges, tokens, limits, |edge, _| gains[edge])
+}
+
+/// Open-count segmentation by chunk damage: chooses cuts C to maximise
+///
+/// ```text
+/// sum over b in C of (rho - D(b, length of the chunk that starts at b))  -  lambda * sum over chunks of ((len - T) / T)^2
+/// ```
+///
+/// with limits and ties as in [`open_count`]. `damage(i, l)` is D(b, l), in nats, of the i-th edge; it is asked only where a utility stands (any will do).
+#[must_use]
+pub fn open_damage(edges: &[Cut], tokens: u32, limits: &Limits, penalty: f64, damage: impl Fn(usize, u32) -> f64) -> Segmentation {
+    open(edges, tokens, limits, spared(edges, penalty, damage))
+}
+
+/// Fixed-count segmentation by chunk damage: [`open_damage`] with exactly `count` chunks and rho = 0.
+///
+/// # Errors
+/// As [`fixed_count`].
+pub fn fixed_damage(
+    edges: &[Cut],
+    tokens: u32,
+    limits: &Limits,
+    count: u32,
+    damage: impl Fn(usize, u32) -> f64,
+) -> Result<Segmentation, SegmentError> {
+    fixed_chunks(edges, tokens, limits, count, spared(edges, 0.0, damage))
+}
+
+/// The open-count program; `gain(i, l)` is what the i-th edge earns when a chunk of l tokens begins there.
+fn open(edges: &[Cut], tokens: u32, limits: &Limits, gain: impl Fn(usize, u32) -> i128) -> Segmentation {
     let at = nodes(edges, tokens);
     let end = at.len() - 1;
     let costs = Costs::new(*limits, tokens);
-    let cut = cut_costs(edges, penalty);
+    let cut = cut_costs(edges);
 
-    // Backwards over nodes: the best way to go on from each, and the next node on it. The first of equals is the smallest next cut.
+    // Backwards over nodes: the best way to go on from each, what it costs to begin there included, and the next node on it. The first of
+    // equals is the smallest next cut.
     let mut best = vec![Cost::default(); end + 1];
     let mut next = vec![0_u32; end + 1];
     for node in (0..end).rev() {
         let mut chosen: Option<(Cost, usize)> = None;
         let mut to = node + 1;
         loop {
-            let mut cost = costs.chunk(at[to] - at[node]).plus(best[to]);
-            if to < end {
-                cost = cost.plus(cut[to - 1]);
+            let len = at[to] - at[node];
+            let mut cost = costs.chunk(len).plus(best[to]);
+            if node > 0 {
+                cost.value -= gain(node - 1, len);
             }
             if chosen.is_none_or(|(c, _)| cost < c) {
                 chosen = Some((cost, to));
@@ -197,7 +235,7 @@ pub fn open_count(edges: &[Cut], tokens: u32, limits: &Limits, penalty: f64) -> 
             }
         }
         if let Some((cost, to)) = chosen {
-            best[node] = cost;
+            best[node] = if node > 0 { cost.plus(cut[node - 1]) } else { cost };
             next[node] = to as u32;
         }
     }
@@ -216,6 +254,17 @@ pub fn open_count(edges: &[Cut], tokens: u32, limits: &Limits, penalty: f64) -> 
 /// [`SegmentError::InfeasibleCount`] if no choice of edges gives that many chunks, [`SegmentError::TooLarge`] if the table of
 /// `count` x `edges` entries would be too large.
 pub fn fixed_count(edges: &[Cut], tokens: u32, limits: &Limits, count: u32) -> Result<Segmentation, SegmentError> {
+    let gains = utilities(edges, 0.0);
+    fixed_chunks(edges, tokens, limits, count, |edge, _| gains[edge])
+}
+
+fn fixed_chunks(
+    edges: &[Cut],
+    tokens: u32,
+    limits: &Limits,
+    count: u32,
+    gain: impl Fn(usize, u32) -> i128,
+) -> Result<Segmentation, SegmentError> {
     let at = nodes(edges, tokens);
     let end = at.len() - 1;
     let most = end as u32;
@@ -233,7 +282,7 @@ pub fn fixed_count(edges: &[Cut], tokens: u32, limits: &Limits, count: u32) -> R
         return Err(SegmentError::TooLarge { count, edges: edges.len() });
     }
     let costs = Costs::new(*limits, tokens);
-    let cut = cut_costs(edges, 0.0);
+    let cut = cut_costs(edges);
 
     // best[node]: the cheapest way to finish from node with k chunks; next[k - 1][node]: the node it goes to first.
     let mut best: Vec<Option<Cost>> = vec![None; end + 1];
@@ -248,9 +297,11 @@ pub fn fixed_count(edges: &[Cut], tokens: u32, limits: &Limits, count: u32) -> R
             }
             for to in node + 1..=last {
                 let Some(rest) = best[to] else { continue };
-                let mut cost = costs.chunk(at[to] - at[node]).plus(rest);
-                if to < end {
-                    cost = cost.plus(cut[to - 1]);
+                let len = at[to] - at[node];
+                let mut cost = costs.chunk(len).plus(rest);
+                if node > 0 {
+                    cost = cost.plus(cut[node - 1]);
+                    cost.value -= gain(node - 1, len);
                 }
                 if now[node].is_none_or(|c| cost.cmp(&c) == Ordering::Less) {
                     now[node] = Some(cost);
@@ -282,7 +333,13 @@ mod tests {
     use super::*;
 
     /// Every choice of cuts that obeys the predecessor rule, scored term by term as the design states it.
-    fn brute_force(edges: &[Cut], tokens: u32, limits: &Limits, penalty: f64, count: Option<usize>) -> Option<Vec<usize>> {
+    fn brute_force(
+        edges: &[Cut],
+        tokens: u32,
+        limits: &Limits,
+        count: Option<usize>,
+        gain: impl Fn(usize, u32) -> f64,
+    ) -> Option<Vec<usize>> {
         type Key = (u64, u64, u32, i128, usize);
         let mut found: Option<(Key, Vec<usize>)> = None;
         for mask in 0..1_u32 << edges.len() {
@@ -304,8 +361,8 @@ mod tests {
                 value += (limits.length_weight * (ratio * ratio) * 2f64.powi(32) + 0.5).floor() as i128;
             }
             let fallback = cuts.iter().filter(|&&i| edges[i].utility.is_none()).count() as u32;
-            for &i in &cuts {
-                value -= ((edges[i].utility.unwrap_or(0.0) - penalty) * 2f64.powi(32) + 0.5).floor() as i128;
+            for (&i, w) in cuts.iter().zip(ends[1..].windows(2)) {
+                value -= (gain(i, w[1] - w[0]) * 2f64.powi(32) + 0.5).floor() as i128;
             }
             let key = ((over, under, fallback, value, cuts.len()), cuts);
             if found.as_ref().is_none_or(|f| key < *f) {
@@ -339,13 +396,33 @@ mod tests {
 
         #[test]
         fn open_count_equals_brute_force((edges, tokens, limits) in case(), penalty in prop_oneof![Just(0.5), -0.5..1.5f64]) {
-            let expected = brute_force(&edges, tokens, &limits, penalty, None).unwrap();
+            let gain = |i: usize, _| edges[i].utility.unwrap_or(0.0) - penalty;
+            let expected = brute_force(&edges, tokens, &limits, None, gain).unwrap();
             prop_assert_eq!(open_count(&edges, tokens, &limits, penalty).cuts, expected);
         }
 
         #[test]
+        fn chunk_damage_equals_brute_force(
+            (edges, tokens, limits) in case(),
+            penalty in prop_oneof![Just(2.0), -1.0..8.0f64],
+            table in proptest::collection::vec(prop_oneof![Just(0.0), Just(1.0), -1.0..5.0f64], 40),
+            count in 1u32..13,
+        ) {
+            let damage = |edge: usize, len: u32| table[(edge * 13 + len as usize) % table.len()];
+            let gain = |penalty: f64| {
+                let edges = &edges;
+                move |i: usize, len: u32| if edges[i].utility.is_some() { penalty - damage(i, len) } else { 0.0 }
+            };
+            let expected = brute_force(&edges, tokens, &limits, None, gain(penalty)).unwrap();
+            prop_assert_eq!(open_damage(&edges, tokens, &limits, penalty, damage).cuts, expected);
+            let expected = brute_force(&edges, tokens, &limits, Some(count as usize), gain(0.0));
+            prop_assert_eq!(fixed_damage(&edges, tokens, &limits, count, damage).ok().map(|s| s.cuts), expected);
+        }
+
+        #[test]
         fn fixed_count_equals_brute_force((edges, tokens, limits) in case(), count in 1u32..13) {
-            let expected = brute_force(&edges, tokens, &limits, 0.0, Some(count as usize));
+            let gain = |i: usize, _| edges[i].utility.unwrap_or(0.0);
+            let expected = brute_force(&edges, tokens, &limits, Some(count as usize), gain);
             match fixed_count(&edges, tokens, &limits, count) {
                 Ok(got) => prop_assert_eq!(Some(got.cuts), expected),
                 Err(SegmentError::InfeasibleCount { nearest, .. }) => {

@@ -413,3 +413,60 @@ fn the_embedding_boundary_is_a_readout_with_an_encoder_and_records_of_its_own() 
     run("x", "[\"embed\"]", &["--set", &tiny]).fails(1, "an encoder must be of type");
     place.tool(&["models", "show", &root().join("tests/golden/encoder").display().to_string()]).ok();
 }
+
+#[test]
+fn chunk_damage_and_stages_read_the_curves_of_lr() {
+    let place = Place::with_documents(&prose(12, 60));
+    let stages = "score.stages=[[8, 0.5], [16, 0.25], [48]]";
+    let lr = ["--set", "score.readouts=[\"lr\"]", "--set", "score.reset_prefix=document"];
+    let damage = ["--set", "segment.objective=chunk_damage", "--set", "segment.penalty=4.0", "--set", "segment.length_weight=2"];
+    let run = |out: &str, more: &[&str]| place.run(&[&["--output", out][..], &lr, more].concat());
+    run("staged", &[&damage[..], &["--set", stages]].concat()).ok();
+    assert!(place.summary("staged")["documents"]["scored"].as_u64().unwrap() > 5);
+    let chunks = place.chunks("staged");
+    let cuts: Vec<&Value> = chunks.iter().filter(|c| c["chunk_index"] != 0).collect();
+    assert!(cuts.len() > 10);
+    for chunk in cuts.iter().filter(|c| c["cut_score"].is_number()) {
+        let (damage, per_token) = (chunk["cut_damage"].as_f64().unwrap(), chunk["cut_damage_per_token"].as_f64().unwrap());
+        assert!((damage / chunk["token_count"].as_f64().unwrap() - per_token).abs() < 1e-3 * damage.abs().max(1.0));
+    }
+    assert!(chunks.iter().filter(|c| c["chunk_index"] == 0).all(|c| c["cut_damage"].is_null()));
+    // A larger budget a cut may cost gives more cuts, and needs no inference; nor does the other objective.
+    let cached = ["--set", "cache.on_miss=error", "--set", stages];
+    run("more", &[&damage[..], &cached, &["--set", "segment.penalty=9.0"]].concat()).ok();
+    assert!(place.chunks("more").len() > chunks.len());
+    run("percentile", &cached).ok();
+    assert!(place.chunks("percentile")[0].get("cut_damage").is_none());
+    run("counted", &[&damage[..], &["--set", stages, "--set", "segment.count=2", "--set", "input.on_bad_row=skip"]].concat()).ok();
+    assert!(place.chunks("counted").iter().all(|c| c["chunk_count"] == 2));
+    run("aimed", &[&damage[..], &cached, &["--set", "segment.target_mean_tokens=45"]].concat()).ok();
+    let mean = place.summary("aimed")["chunks"]["mean"].as_f64().unwrap();
+    assert!((mean - 45.0).abs() < 4.0, "{mean}");
+    place.tool(&[&["sweep", "p.toml", "--penalty", "2:8:2"][..], &lr, &damage, &["--set", stages]].concat()).ok();
+
+    // Memory for what windows keep, threads and batches change nothing; nor does a cache that knows longer curves of every edge.
+    let off =
+        ["--set", "cache.mode=off", "--set", stages, "--set", "score.stage_memory=0", "--threads", "3", "--set", "score.batch_tokens=100"];
+    run("again", &[&damage[..], &off].concat()).ok();
+    assert!(place.data("again") == place.data("staged"));
+    let whole = ["--set", "cache.path=whole"];
+    run("one", &[&damage[..], &whole, &["--set", "score.window=64"]].concat()).ok();
+    for (out, window) in [("from64", stages), ("w48", "score.window=48"), ("w64", "score.window=64")] {
+        run(out, &[&damage[..], &whole, &["--set", window]].concat()).ok();
+    }
+    // But for documents of several segments, which a longer window may read from other ones.
+    let documents = place.summary("from64")["documents"].clone();
+    assert!(documents["from_cache"].as_u64().unwrap() >= 5 && documents["scored"].as_u64().unwrap() <= 5, "{documents}");
+    assert!(place.data("from64") == place.data("staged") && place.data("w64") == place.data("one"));
+    run("cold48", &[&damage[..], &["--set", "score.window=48", "--set", "cache.mode=off"]].concat()).ok();
+    assert!(place.data("w48") == place.data("cold48"));
+    // Curves of dropped edges serve no other request.
+    run("x", &["--set", "cache.on_miss=error", "--set", "score.window=16"]).fails(1, "is not in the score cache");
+
+    let fails = |more: &[&str], sentence: &str| place.run(&[&["--output", "x"][..], more].concat()).fails(1, sentence);
+    fails(&["--set", stages], "stages rank edges by lr");
+    fails(&damage, "add \"lr\" to score.readouts");
+    fails(&[&lr[..], &["--set", "score.stages=[[8, 0.5], [12, 0.3], [48]]"]].concat(), "multiples of 8");
+    fails(&[&lr[..], &["--set", "score.stages=[[8, 0.5], [16, 0.6], [48]]"]].concat(), "not rise");
+    fails(&[&lr[..], &["--set", "score.stages=[[8], [48]]"]].concat(), "every stage but the last needs a share");
+}

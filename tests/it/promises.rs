@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 use right_reset::model;
-use right_reset::score::{Document, EdgeCurves, Engine, Positions, Prefix, Readouts, ScoreSpec};
+use right_reset::score::{Document, EdgeCurves, Engine, EngineOptions, Positions, Prefix, Readouts, ScoreSpec};
 use serde_json::Value;
 
 use crate::tool::{Place, prose, root};
@@ -97,9 +97,10 @@ fn promise_2_a_window_has_the_same_bits_alone_or_in_any_batch() {
     for (prefix, positions) in prefixes.into_iter().flat_map(|p| [(p.clone(), Positions::Original), (p, Positions::Reindexed)]) {
         let readouts = Readouts { rr: Some(model::Tap::Layer(3)), lr: true, kl: true };
         // A short context, so that documents take several segments.
-        let spec = ScoreSpec { window: 24, skip: 1, readouts, positions, prefix, bos: Some(1), context: 128 };
+        let spec = ScoreSpec { stages: Vec::new(), window: 24, skip: 1, readouts, positions, prefix, bos: Some(1), context: 128 };
         let score = |threads: usize, budget: usize, one_by_one: bool| -> Vec<Vec<Vec<u32>>> {
-            let engine = Engine::new(trunk.clone(), spec.clone(), threads, budget).unwrap();
+            let engine =
+                Engine::new(trunk.clone(), spec.clone(), EngineOptions { threads, batch_tokens: budget, stage_memory: 0 }).unwrap();
             let bits = |curves: Vec<EdgeCurves>| {
                 let of_edge = |c: &EdgeCurves| [&c.rr, &c.lr, &c.kl].into_iter().flatten().map(|v| v.to_bits()).collect();
                 curves.iter().map(of_edge).collect()

@@ -29,6 +29,12 @@ impl AttentionShape {
     pub fn qkv(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
+
+    /// Floats of a row that holds keys and values.
+    #[must_use]
+    pub fn kv(&self) -> usize {
+        2 * self.kv_heads * self.head_dim
+    }
 }
 
 /// Buffers of [`attention`].
@@ -41,12 +47,14 @@ pub struct AttentionScratch {
 
 /// Attends each token of one sequence to the tokens that it sees.
 ///
-/// `qkv` holds a row of queries, keys and values per token ([`AttentionShape::qkv`] floats); `out` gets `heads x head_dim` floats a row.
-pub fn attention(shape: AttentionShape, qkv: &[f32], out: &mut [f32], scratch: &mut AttentionScratch) {
+/// `qkv` holds a row of queries, keys and values per token ([`AttentionShape::qkv`] floats); `out` gets `heads x head_dim` floats a row. `past` holds the
+/// keys and values ([`AttentionShape::kv`]) of the tokens before them in a causal sequence: the rows of `out` are those of the whole sequence, bit for bit.
+pub fn attention(shape: AttentionShape, past: &[f32], qkv: &[f32], out: &mut [f32], scratch: &mut AttentionScratch) {
     let isa = Isa::best();
     let AttentionShape { heads, kv_heads, head_dim, scale, window, causal } = shape;
     let (row, group, width) = (shape.qkv(), heads / kv_heads, heads * head_dim);
-    let tokens = qkv.len() / row;
+    let before_all = past.len() / shape.kv();
+    let tokens = before_all + qkv.len() / row;
     let key_panels = tokens.div_ceil(PANEL);
     let value_panels = head_dim.div_ceil(PANEL);
     let keys = scratch.keys.get(key_panels * PANEL * head_dim);
@@ -54,8 +62,9 @@ pub fn attention(shape: AttentionShape, qkv: &[f32], out: &mut [f32], scratch: &
     let scores = scratch.scores.get(QUERIES.min(tokens) * tokens);
 
     for kv in 0..kv_heads {
-        let (key_at, value_at) = ((heads + kv) * head_dim, (heads + kv_heads + kv) * head_dim);
-        for (t, row) in qkv.chunks_exact(row).enumerate() {
+        let (key_at, value_at) = (kv * head_dim, (kv_heads + kv) * head_dim);
+        let rows = past.chunks_exact(shape.kv()).chain(qkv.chunks_exact(row).map(|row| &row[heads * head_dim..]));
+        for (t, row) in rows.enumerate() {
             let panel = &mut keys[(t / PANEL) * PANEL * head_dim..];
             for (i, v) in row[key_at..key_at + head_dim].iter().enumerate() {
                 panel[i * PANEL + t % PANEL] = *v;
@@ -67,13 +76,13 @@ pub fn attention(shape: AttentionShape, qkv: &[f32], out: &mut [f32], scratch: &
             }
         }
         for head in kv * group..(kv + 1) * group {
-            for first in (0..tokens).step_by(QUERIES) {
+            for first in (before_all..tokens).step_by(QUERIES) {
                 let rows = QUERIES.min(tokens - first);
                 let before = |query: usize| window.map_or(0, |window| (query + 1).saturating_sub(window));
                 // Keys from the panel in which the first query's window begins.
                 let start = before(first) / PANEL * PANEL;
                 let seen = if causal { first + rows } else { tokens } - start;
-                let data = &qkv[first * row + head * head_dim..];
+                let data = &qkv[(first - before_all) * row + head * head_dim..];
                 let queries = Input::Plain(Rows { data, rows, width: head_dim, stride: row });
                 kernels::product(isa, queries, &keys[start * head_dim..], seen, scores, seen, Store::Set);
                 for (query, scores) in (first..).zip(scores.chunks_exact_mut(seen).take(rows)) {
@@ -85,7 +94,7 @@ pub fn attention(shape: AttentionShape, qkv: &[f32], out: &mut [f32], scratch: &
                 for p in 0..value_panels {
                     let panel = &values[(p * tokens + start) * PANEL..][..PANEL * seen];
                     let columns = (head_dim - p * PANEL).min(PANEL);
-                    let target = &mut out[first * width + head * head_dim + p * PANEL..];
+                    let target = &mut out[(first - before_all) * width + head * head_dim + p * PANEL..];
                     let weights = Input::Plain(Rows { data: &scores[..], rows, width: seen, stride: seen });
                     kernels::product(isa, weights, panel, columns, target, width, Store::Set);
                 }
@@ -112,7 +121,7 @@ mod tests {
         let qkv: Vec<f32> = (0..tokens * row).map(|i| ((i * 7919 % 1009) as f32 / 1009.0 - 0.5) * 3.0).collect();
         let mut scratch = AttentionScratch::default();
         let mut whole = vec![0.0; tokens * 160];
-        attention(shape, &qkv, &mut whole, &mut scratch);
+        attention(shape, &[], &qkv, &mut whole, &mut scratch);
         for t in [0, 1, 31, 47, 48, 95, 116] {
             for head in 0..4 {
                 let q = &qkv[t * row + head * 40..][..40];
@@ -136,8 +145,13 @@ mod tests {
         // A shorter sequence has the same bits: what comes later is never seen.
         for short in [1, 20, 50, 100] {
             let mut out = vec![0.0; short * 160];
-            attention(shape, &qkv[..short * row], &mut out, &mut scratch);
+            attention(shape, &[], &qkv[..short * row], &mut out, &mut scratch);
             assert_eq!(out, whole[..short * 160]);
+            // And so have the tokens after it, from its keys and values alone.
+            let past: Vec<f32> = qkv[..short * row].chunks_exact(row).flat_map(|row| row[160..].to_vec()).collect();
+            let mut rest = vec![0.0; (tokens - short) * 160];
+            attention(shape, &past, &qkv[short * row..], &mut rest, &mut scratch);
+            assert_eq!(rest, whole[short * 160..]);
         }
     }
 }

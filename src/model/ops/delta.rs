@@ -47,10 +47,18 @@ impl ShortConvolution {
         Self { features, weights }
     }
 
-    /// Convolves one sequence in place (rows of features, nothing before the first) and passes it through SiLU.
-    pub fn forward(&self, rows: &mut [f32], scratch: &mut Buffer) {
+    /// Rows that the convolution looks back.
+    #[must_use]
+    pub fn reach(&self) -> usize {
+        (self.weights.len() / self.features.max(1)).saturating_sub(1)
+    }
+
+    /// Convolves one sequence in place (rows of features) and passes it through SiLU. `past` holds the rows before the first, as they came in, as far as
+    /// there are any within reach.
+    pub fn forward(&self, past: &[f32], rows: &mut [f32], scratch: &mut Buffer) {
         let isa = Isa::best();
         let n = self.features;
+        let before = past.len() / n;
         let out = scratch.get(n);
         // From the end, so that each row still finds the ones before it untouched.
         for t in (0..rows.len() / n).rev() {
@@ -58,6 +66,8 @@ impl ShortConvolution {
             for (back, weights) in self.weights.chunks_exact(n).rev().enumerate().rev() {
                 if let Some(from) = t.checked_sub(back) {
                     kernels::multiply_add(isa, &rows[from * n..][..n], weights, out);
+                } else if let Some(from) = (before + t).checked_sub(back) {
+                    kernels::multiply_add(isa, &past[from * n..][..n], weights, out);
                 }
             }
             kernels::activate(isa, Activation::Silu, out);
@@ -69,24 +79,30 @@ impl ShortConvolution {
 /// Buffers of [`gated_delta`].
 #[derive(Debug, Default)]
 pub struct DeltaScratch {
-    state: Buffer,
     delta: Buffer,
     /// For the convolution before it.
     pub convolution: Buffer,
 }
 
-/// Runs the rule over one sequence, from an empty state.
+/// Runs the rule over one sequence, from the state that `state` holds (an empty one where it is empty), and leaves the state there.
 ///
 /// `qkv` holds a row of queries, keys and values per token ([`DeltaShape::qkv`]); `decay` (the logarithm of what the state is multiplied
 /// by, at most 0) and `beta` (the step, in 0..1) a number per token and value head; `out` gets [`DeltaShape::values`] numbers a row.
 /// Queries and keys are normalised to length 1, queries divided by the root of their size.
-pub fn gated_delta(shape: DeltaShape, qkv: &mut [f32], decay: &[f32], beta: &[f32], out: &mut [f32], scratch: &mut DeltaScratch) {
+pub fn gated_delta(
+    shape: DeltaShape,
+    qkv: &mut [f32],
+    decay: &[f32],
+    beta: &[f32],
+    out: &mut [f32],
+    state: &mut Vec<f32>,
+    scratch: &mut DeltaScratch,
+) {
     let isa = Isa::best();
     let DeltaShape { key_heads, value_heads, key_dim, value_dim } = shape;
     let keys = key_heads * key_dim;
-    let state = scratch.state.get(value_heads * key_dim * value_dim);
+    state.resize(value_heads * key_dim * value_dim, 0.0);
     let delta = scratch.delta.get(value_dim);
-    state.fill(0.0);
     let steps = qkv.chunks_exact_mut(shape.qkv()).zip(out.chunks_exact_mut(shape.values()));
     for ((row, out), (decay, beta)) in steps.zip(decay.chunks_exact(value_heads).zip(beta.chunks_exact(value_heads))) {
         let (heads, values) = row.split_at_mut(2 * keys);
@@ -114,7 +130,10 @@ mod tests {
     fn convolution_looks_back_and_no_further() {
         let convolution = ShortConvolution::new(2, &[1.0, 10.0, 100.0, 2.0, 20.0, 200.0]);
         let mut rows = vec![1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
-        convolution.forward(&mut rows, &mut Buffer::default());
+        let mut rest = rows[4..].to_vec();
+        convolution.forward(&rows[..4].to_vec(), &mut rest, &mut Buffer::default());
+        convolution.forward(&[], &mut rows, &mut Buffer::default());
+        assert_eq!(rest, rows[4..], "after rows that are kept as if they were there");
         let silu = |x: f32| x / (1.0 + (-x).exp());
         for (found, plain) in rows.iter().zip([100.0, 200.0, 10.0, 20.0, 1.0, 2.0, 0.0, 0.0]) {
             assert!((found - silu(plain)).abs() < 1e-4);
@@ -129,7 +148,14 @@ mod tests {
         let decay: Vec<f32> = floats(tokens * 4, 2).iter().map(|v| -v.abs()).collect();
         let beta: Vec<f32> = floats(tokens * 4, 3).iter().map(|v| v.abs()).collect();
         let mut out = vec![0.0; tokens * shape.values()];
-        gated_delta(shape, &mut qkv.clone(), &decay, &beta, &mut out, &mut DeltaScratch::default());
+        let scratch = &mut DeltaScratch::default();
+        gated_delta(shape, &mut qkv.clone(), &decay, &beta, &mut out, &mut Vec::new(), scratch);
+        // In two parts, the state kept between them.
+        let (mut parts, mut state) = (vec![0.0; tokens * shape.values()], Vec::new());
+        let (first, second) = parts.split_at_mut(4 * shape.values());
+        gated_delta(shape, &mut qkv[..4 * shape.qkv()].to_vec(), &decay[..16], &beta[..16], first, &mut state, scratch);
+        gated_delta(shape, &mut qkv[4 * shape.qkv()..].to_vec(), &decay[16..], &beta[16..], second, &mut state, scratch);
+        assert_eq!(parts, out);
         for h in 0..4 {
             let mut state = [[0.0_f64; 7]; 5];
             for t in 0..tokens {
