@@ -2,7 +2,7 @@
 CARGO ?= cargo
 BIN = $(or $(CARGO_TARGET_DIR),target)/release/right-reset
 
-.PHONY: build model demo test lint bench audit
+.PHONY: build model demo test lint bench study audit
 
 build:
 	$(CARGO) build --release --locked
@@ -24,6 +24,11 @@ lint:
 
 bench: model
 	$(CARGO) bench --locked
+
+# Needs RIGHT_RESET_STUDY_DATA, a folder with records.jsonl, streams_calibration.jsonl and streams_dev.jsonl.
+study: model
+	$(BIN) models fetch minilm-l6
+	$(CARGO) bench --locked --bench study
 
 audit:
 	$(CARGO) deny check

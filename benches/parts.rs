@@ -5,7 +5,8 @@ use std::hint::black_box;
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use right_reset::cache::{Namespace, ScoreStore, SledStore};
-use right_reset::segment::{Cut, Limits, fixed_count, open_count, percentiles};
+use right_reset::score::Knots;
+use right_reset::segment::{Cut, Limits, fixed_count, open_count, open_damage, percentiles};
 use right_reset::text::{EdgePolicy, Tokens, find_edges};
 
 fn program(c: &mut Criterion) {
@@ -17,6 +18,11 @@ fn program(c: &mut Criterion) {
     c.bench_function("percentiles, 150,000 scores", |b| b.iter(|| percentiles(black_box(&scores))));
     c.bench_function("open count, 1,000,000 tokens, 150,000 candidates", |b| {
         b.iter(|| open_count(black_box(&cuts), 1_000_000, &limits, 0.95))
+    });
+    let knots = Knots::new(128, 1);
+    let curves: Vec<Vec<f32>> = scores.iter().map(|s| (0..18).map(|i| (i as f32).sqrt() * (5.0 + s / 4e6)).collect()).collect();
+    c.bench_function("chunk damage, 1,000,000 tokens, 150,000 candidates", |b| {
+        b.iter(|| open_damage(black_box(&cuts), 1_000_000, &limits, 20.0, |i, len| knots.damage(&curves[i], 128, len)))
     });
     let few = &cuts[..1500];
     c.bench_function("fixed count, 10,000 tokens, 1,500 candidates, 50 chunks", |b| {

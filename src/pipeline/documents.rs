@@ -694,7 +694,11 @@ fn resolve_settings(pipeline: &Pipeline, identity: &Identity, model: &ModelPath)
     let prefix = match score.reset_prefix.split_once(':') {
         None if score.reset_prefix == "none" => PrefixWords::None,
         None if score.reset_prefix == "bos" => PrefixWords::Id(bos()?),
-        None if score.reset_prefix == "document" => PrefixWords::Token(model.document_token.unwrap_or("<|endoftext|>").to_owned()),
+        None if score.reset_prefix == "document" => match (model.document_token, identity.bos_token) {
+            (Some(token), _) => PrefixWords::Token(token.to_owned()),
+            (None, Some(id)) => PrefixWords::Id(id),
+            (None, None) => PrefixWords::Token("<|endoftext|>".to_owned()),
+        },
         Some(("token", token)) => PrefixWords::Token(token.to_owned()),
         Some(("separator", "")) => {
             return Err(value("score.reset_prefix", "the separator is empty; use \"none\""));

@@ -187,7 +187,6 @@ fn promise_3_what_changes_a_score_changes_the_key_and_segmentation_does_not() {
         "score.skip=2",
         "score.positions=reindexed",
         "score.reset_prefix=bos",
-        "score.reset_prefix=document",
         "score.reset_prefix=separator:. ",
         "score.reset_prefix=local:2",
         "score.context=256",
@@ -200,6 +199,8 @@ fn promise_3_what_changes_a_score_changes_the_key_and_segmentation_does_not() {
     }
     // "75%" of 4 layers is layer 3, typed another way.
     assert_eq!(scored(&["score.layer=3"]), 0);
+    // So is the token that this model's documents begin with: the one its files name.
+    assert_eq!(scored(&["score.reset_prefix=document"]), 0);
     // Another tokenizer or other weights.
     let copy = place.path("model");
     std::fs::create_dir(&copy).unwrap();

@@ -38,7 +38,7 @@ impl Place {
     pub fn new() -> Self {
         let place = Self { dir: tempfile::tempdir().unwrap() };
         let text = format!(
-            "[input]\npaths = [\"in\"]\n[model]\nname = {:?}\n[cache]\npath = \"cache\"\n[output]\npath = \"out\"\nformat = \"jsonl\"\n\
+            "preset = \"paper\"\n[input]\npaths = [\"in\"]\n[model]\nname = {:?}\n[cache]\npath = \"cache\"\n[output]\npath = \"out\"\nformat = \"jsonl\"\n\
              [segment]\ntarget = 40\nmin = 12\nmax = 90\npenalty = 0.8\n",
             root().join("tests/tiny")
         );
