@@ -88,7 +88,7 @@ fn main() {
 
     // Warm: the same documents through the whole operator, tokenizer, model and inference left out by the cache.
     let dir = tempfile::tempdir().unwrap();
-    let pipeline = Pipeline::parse(&format!("[cache]\npath = {:?}\n", dir.path().join("cache"))).unwrap();
+    let pipeline = Pipeline::parse(&format!("preset = \"paper\"\n[cache]\npath = {:?}\n", dir.path().join("cache"))).unwrap();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let batch = RecordBatch::try_from_iter([("text", Arc::new(StringArray::from(texts)) as ArrayRef)]).unwrap();
     let scorer = Arc::new(Scorer::new(&pipeline, &models).unwrap());

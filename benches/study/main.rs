@@ -6,6 +6,11 @@ mod measure;
 mod streams;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use arrow::array::{ArrayRef, AsArray, RecordBatch, StringArray};
+use arrow::datatypes::Int32Type;
+use futures::StreamExt;
 
 use measure::{Doc, Found, cut, interval, judge, read_edges};
 use rayon::prelude::*;
@@ -19,15 +24,19 @@ use streams::Stream;
 /// The longest window of the study's own streams, and of the streams kept for the last word.
 const WINDOW: u32 = 128;
 const DEV_WINDOW: u32 = 192;
+/// Longer than any of them.
+const LONGEST: u32 = 1024;
 
 /// What a cut at an edge damages when a chunk of so many tokens begins there.
 type Damage = Box<dyn Fn(usize, u32) -> f64>;
 
+/// Makes the damages of a document, and says what they cost in tokens through the network.
+type Judge = Box<dyn Fn(&Doc) -> (Damage, f64) + Sync>;
+
 /// A way to judge edges, with the penalties and length weights to choose from.
 struct Method {
     name: String,
-    /// Makes the damages of a document, and says what they cost in tokens through the network.
-    of: Box<dyn Fn(&Doc) -> (Damage, f64) + Sync>,
+    of: Judge,
     settings: Vec<(f64, f64)>,
 }
 
@@ -40,7 +49,7 @@ fn m(doc: &Doc, i: usize, window: u32) -> u32 {
 fn curve<'a>(doc: &'a Doc, i: usize, name: &str, tokens: u32) -> &'a [f32] {
     let Some(whole) = doc.edges[i].curves.get(name) else { return &[] };
     let after = doc.tokens - doc.edges[i].token;
-    if tokens >= after { whole } else { &whole[..whole.len().min(Knots::new(DEV_WINDOW, 1).kept(tokens))] }
+    if tokens >= after { whole } else { &whole[..whole.len().min(Knots::new(LONGEST, 1).kept(tokens))] }
 }
 
 /// Damages by the curve called `name`, as far as each edge was scored (0: not at all), extrapolated by a power of the length.
@@ -49,7 +58,7 @@ fn damages(doc: &Doc, name: &str, reach: &[u32], power: f64) -> Vec<(Vec<f32>, u
 }
 
 fn read(curves: Vec<(Vec<f32>, u32, f64)>) -> impl Fn(usize, u32) -> f64 {
-    let knots = Knots::new(DEV_WINDOW, 1);
+    let knots = Knots::new(LONGEST, 1);
     move |i, len| {
         let (curve, m, power) = &curves[i];
         if len > *m && *m > 0 {
@@ -71,7 +80,7 @@ fn staged(doc: &Doc, name: &str, stages: &[Stage], window: u32, signal: &str) ->
     if signal == "lr" {
         return reach(stages, window, 1, &curves(name), &after);
     }
-    let knots = Knots::new(DEV_WINDOW, 1);
+    let knots = Knots::new(LONGEST, 1);
     let mean = |curves: &[Vec<f32>], horizon: u32, sign: f32| -> Vec<f32> {
         (0..curves.len())
             .map(|i| sign * knots.damage(&curves[i], m(doc, i, WINDOW), m(doc, i, horizon)) as f32 / m(doc, i, horizon) as f32)
@@ -141,13 +150,12 @@ fn methods(variant: &Variant, all: bool) -> Vec<Method> {
     let quantiles: Vec<f64> =
         [0.80, 0.84, 0.88, 0.90, 0.92, 0.94, 0.95, 0.96, 0.965, 0.97, 0.975, 0.98, 0.985, 0.99].map(|p: f64| -p).to_vec();
     let nats: Vec<f64> = (2..=22).map(|i| f64::from(i) * 2.0).collect();
-    let weights = [0.0, 1.5, 3.0, 6.0, 10.0, 15.0];
+    let weights = [0.0, 3.0, 6.0, 10.0, 15.0, 20.0, 30.0];
     let mut list: Vec<Method> = Vec::new();
-    let mut add =
-        |name: String, settings: Vec<(f64, f64)>, of: Box<dyn Fn(&Doc) -> (Damage, f64) + Sync>| list.push(Method { name, of, settings });
-    let percentile = |name: &'static str, horizon: u32, skip: usize| -> Box<dyn Fn(&Doc) -> (Damage, f64) + Sync> {
+    let mut add = |name: String, settings: Vec<(f64, f64)>, of: Judge| list.push(Method { name, of, settings });
+    let percentile = |name: &'static str, horizon: u32, skip: usize| -> Judge {
         Box::new(move |doc| {
-            let knots = Knots::new(DEV_WINDOW, 1);
+            let knots = Knots::new(LONGEST, 1);
             let sign = if name == "rr" || name == "rr24" { 1.0 } else { -1.0 };
             let score = |i: usize| {
                 let (tokens, curve) = (m(doc, i, horizon), curve(doc, i, name, horizon));
@@ -163,7 +171,7 @@ fn methods(variant: &Variant, all: bool) -> Vec<Method> {
             (by_percentile(percentiles(&scores)), cost(doc, &reach, if name == "rr24" { 0 } else { prefix }))
         })
     };
-    let damage = |window: u32, power: f64| -> Box<dyn Fn(&Doc) -> (Damage, f64) + Sync> {
+    let damage = |window: u32, power: f64| -> Judge {
         Box::new(move |doc| {
             let reach = vec![window; doc.edges.len()];
             (Box::new(read(damages(doc, lr, &reach, power))), cost(doc, &reach, prefix))
@@ -172,13 +180,12 @@ fn methods(variant: &Variant, all: bool) -> Vec<Method> {
     for window in [24, 48, 96, WINDOW] {
         add(format!("chunk damage {window}"), grid(&nats, &weights), damage(window, 0.5));
     }
-    let schedule =
-        |of: &'static [(u32, f64)], window: u32, signal: &'static str, power: f64| -> Box<dyn Fn(&Doc) -> (Damage, f64) + Sync> {
-            Box::new(move |doc| {
-                let reach = staged(doc, lr, &stages(of), window, signal);
-                (Box::new(read(damages(doc, lr, &reach, power))), cost(doc, &reach, prefix))
-            })
-        };
+    let schedule = |of: &'static [(u32, f64)], window: u32, signal: &'static str, power: f64| -> Judge {
+        Box::new(move |doc| {
+            let reach = staged(doc, lr, &stages(of), window, signal);
+            (Box::new(read(damages(doc, lr, &reach, power))), cost(doc, &reach, prefix))
+        })
+    };
     const SCHEDULES: &[(&[(u32, f64)], u32)] = &[
         (&[(8, 0.4), (24, 0.15)], WINDOW),
         (&[(8, 0.4), (24, 0.2)], WINDOW),
@@ -218,7 +225,7 @@ fn methods(variant: &Variant, all: bool) -> Vec<Method> {
             grid(&quantiles, &[0.02]),
             Box::new(move |doc| {
                 let reach = staged(doc, lr, &stages(of), window, "lr");
-                let knots = Knots::new(DEV_WINDOW, 1);
+                let knots = Knots::new(LONGEST, 1);
                 let score = |i: usize| {
                     let (tokens, curve) = (m(doc, i, reach[i]), curve(doc, i, lr, reach[i]));
                     let first = curve.get(1).copied().map_or(0.0, f64::from);
@@ -429,6 +436,73 @@ fn export(work: &Path, input: &Path, name: &str, score: &str) -> PathBuf {
     output
 }
 
+/// What the product itself makes of streams, with settings over its defaults, and the tokens that went through the network per source token.
+fn product(work: &Path, streams: &[Stream], settings: &str) -> (Vec<Found>, f64) {
+    let pipeline =
+        Pipeline::parse(&format!("{settings}\n[input]\nid_column = \"id\"\n[cache]\npath = {:?}\n", work.join("product"))).unwrap();
+    let ids: ArrayRef = Arc::new(streams.iter().map(|s| Some(s.id.as_str())).collect::<StringArray>());
+    let texts: ArrayRef = Arc::new(streams.iter().map(|s| Some(s.text.as_str())).collect::<StringArray>());
+    let batch = RecordBatch::try_from_iter([("id", ids), ("text", texts)]).unwrap();
+    let scorer = Arc::new(pipeline::Scorer::new(&pipeline, &model::models_dir(None)).unwrap());
+    let operator = Arc::new(pipeline::Operator::new(&pipeline, Arc::clone(&scorer), &batch.schema()).unwrap());
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+    let input = futures::stream::iter([Ok(batch)]);
+    let chunks: Vec<RecordBatch> = runtime.block_on(operator.run("streams".into(), input).map(|b| b.unwrap()).collect());
+    let mut cuts: std::collections::HashMap<String, Vec<u32>> = Default::default();
+    for batch in &chunks {
+        let (id, start) = (batch.column_by_name("doc_id").unwrap(), batch.column_by_name("token_start").unwrap());
+        for (id, start) in id.as_string::<i32>().iter().zip(start.as_primitive::<Int32Type>().values()).filter(|(_, start)| **start > 0) {
+            cuts.entry(id.unwrap().to_owned()).or_default().push(*start as u32);
+        }
+    }
+    let tokenizer = model::load_tokenizer(&model::resolve("smollm2-135m", &model::models_dir(None)).unwrap().path).unwrap();
+    let docs: Vec<Doc> = streams.iter().map(|s| Doc::new(s, &tokenizer)).collect();
+    let found = streams.iter().zip(&docs).map(|(s, doc)| judge(doc, cuts.get(&s.id).map_or(&[][..], Vec::as_slice))).collect();
+    let stats = scorer.engine_stats().unwrap_or_default();
+    (found, stats.forward_tokens as f64 / (stats.source_tokens as f64).max(1.0))
+}
+
+/// The same records with lines of at most 72 characters.
+fn wrapped(stream: &Stream) -> Stream {
+    let (mut text, mut column) = (stream.text.clone().into_bytes(), 0);
+    let mut space = None;
+    for i in 0..text.len() {
+        if text[i] == b' ' {
+            space = Some(i);
+        }
+        column += 1;
+        if let (true, Some(at)) = (column > 72, space) {
+            text[at] = b'\n';
+            (column, space) = (i - at, None);
+        }
+    }
+    Stream { id: format!("{}-wrapped", stream.id), text: String::from_utf8(text).unwrap(), ..stream.clone() }
+}
+
+/// Pieces of source files of this project, joined by a line feed.
+fn code() -> Vec<Stream> {
+    let mut files: Vec<PathBuf> = ["src/io", "src/model", "src/pipeline", "src/text", "src/segment", "src/score"]
+        .iter()
+        .flat_map(|dir| std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(dir)).unwrap().map(|e| e.unwrap().path()))
+        .filter(|path| path.extension().is_some_and(|e| e == "rs"))
+        .collect();
+    files.sort();
+    let pieces: Vec<String> = files
+        .iter()
+        .filter_map(|file| {
+            let text = std::fs::read_to_string(file).unwrap();
+            let start = text.find("impl ")?;
+            let end = text[start..].char_indices().filter(|(_, c)| *c == '}').map(|(i, _)| i + 1).find(|i| *i > 700)?;
+            (end < 1500).then(|| text[start..start + end].to_owned())
+        })
+        .collect();
+    let of = |(i, pieces): (usize, &[String])| {
+        let starts = pieces.iter().scan(0, |at, piece| Some(std::mem::replace(at, *at + piece.len() + 1))).collect();
+        Stream { id: format!("code-{i}"), domain: "code".into(), text: pieces.join("\n"), starts }
+    };
+    pieces.chunks_exact(4).enumerate().map(of).collect()
+}
+
 fn main() {
     let Some(data) = std::env::var_os("RIGHT_RESET_STUDY_DATA").map(PathBuf::from) else {
         println!("RIGHT_RESET_STUDY_DATA names no folder: nothing to study");
@@ -466,17 +540,6 @@ fn main() {
     read_edges(&export(&work, &dev_file, "dev-rr24", rr), &ids(&dev), &mut last, &[("curve", "rr24")]);
     read_edges(&export(&work, &dev_file, "dev-embed", embed), &ids(&dev), &mut last, &[("score", "embed")]);
 
-    // Other prefixes, on a part of the streams.
-    let part: Vec<Stream> = streams.iter().step_by(6).cloned().collect();
-    let few = work.join("part.jsonl");
-    std::fs::write(&few, part.iter().map(|s| s.to_json().to_string() + "\n").collect::<String>()).unwrap();
-    let mut some: Vec<Doc> = part.iter().map(|s| Doc::new(s, &tokenizer)).collect();
-    read_edges(&work.join("streams-document.parquet"), &ids(&part), &mut some, &curves);
-    for (name, prefix) in [("none", "none"), ("newline", "separator:\n")] {
-        let settings = format!("{lr}\nreset_prefix = {prefix:?}\nwindow = 96");
-        read_edges(&export(&work, &few, &format!("part-{name}"), &settings), &ids(&part), &mut some, &[("curve", name)]);
-    }
-
     println!("\n## {} streams, {} records, 5-fold cross-validation\n", own.len(), own.iter().map(|d| d.starts.len()).sum::<usize>());
     let mut studied: Vec<(Variant, Vec<Method>, Vec<Row>)> = Vec::new();
     for grid in [8, 16, 32, 64, 100_000] {
@@ -489,15 +552,36 @@ fn main() {
         studied.push((variant, list, rows));
     }
 
-    println!("\n## What stands before the window: {} of these streams\n", some.len());
-    let mut prefixes = Vec::new();
+    // Other prefixes, on a part of the streams.
+    let part: Vec<Stream> = streams.iter().step_by(6).cloned().collect();
+    let few = work.join("part.jsonl");
+    std::fs::write(&few, part.iter().map(|s| s.to_json().to_string() + "\n").collect::<String>()).unwrap();
+    let mut some: Vec<Doc> = part.iter().map(|s| Doc::new(s, &tokenizer)).collect();
+    read_edges(&work.join("streams-document.parquet"), &ids(&part), &mut some, &curves);
+    let others = [("none", "none", 96), ("newline", "separator:\n", 96), ("long", "document", 256)];
+    for (name, prefix, window) in others {
+        let settings = format!("{lr}\nreset_prefix = {prefix:?}\nwindow = {window}\n[edges]\ngrid = 32");
+        read_edges(&export(&work, &few, &format!("part-{name}"), &settings), &ids(&part), &mut some, &[("curve", name)]);
+    }
+    let some = coarser(&some, 32);
+    println!("\n## What stands before the window, and how long it is: {} of these streams, every 32 tokens\n", some.len());
+    let mut rows = Vec::new();
     for (name, prefix) in [("document", 1), ("none", 0), ("newline", 1)] {
-        let list = methods(&Variant { name, prefix, grid: 8 }, false);
+        let list = methods(&Variant { name, prefix, grid: 32 }, false);
         let wanted = ["LR 24, percentile", "LR 96, percentile", "chunk damage 96"];
         let chosen = list.into_iter().filter(|m| wanted.contains(&m.name.as_str()));
-        prefixes.extend(chosen.map(|m| Row { name: format!("{} ({name})", m.name), ..cross_validate(&m, &some) }));
+        rows.extend(chosen.map(|m| Row { name: format!("{} ({name})", m.name), ..cross_validate(&m, &some) }));
     }
-    print(&prefixes, &some);
+    for window in [96, 128, 192, 256] {
+        let of = move |doc: &Doc| -> (Damage, f64) {
+            let reach = vec![window; doc.edges.len()];
+            (Box::new(read(damages(doc, "long", &reach, 0.5))), cost(doc, &reach, 1))
+        };
+        let nats: Vec<f64> = (6..=20).map(|i| f64::from(i) * 2.0).collect();
+        let method = Method { name: format!("chunk damage {window} (document)"), of: Box::new(of), settings: grid(&nats, &[15.0]) };
+        rows.push(cross_validate(&method, &some));
+    }
+    print(&rows, &some);
 
     let records: usize = last.iter().map(|d| d.starts.len()).sum();
     println!("\n## The streams kept for the last word: {} streams, {records} records, settings chosen above\n", last.len());
@@ -521,5 +605,31 @@ fn main() {
         let all: Vec<usize> = (0..last.len()).collect();
         let (low, high) = interval(&last, gain);
         println!("| {} | {:+.3} [{low:+.2}, {high:+.2}] |", row.name, gain(&all));
+    }
+
+    println!("\n## The product itself\n");
+    println!("| texts | settings | forward tokens per source token | clean-unit recovery | partition F1 |");
+    println!("|---|---|---|---|---|");
+    let wrapped: Vec<Stream> = part.iter().map(wrapped).collect();
+    let short: Vec<Stream> = streams.iter().filter(|s| s.starts.len() == 3).take(part.len()).cloned().collect();
+    let kinds = [
+        ("last word", &dev),
+        ("study, a sixth", &part),
+        ("the same, lines of 72 characters", &wrapped),
+        ("study, three records", &short),
+        ("Rust code", &code()),
+    ];
+    for (what, streams) in kinds {
+        for preset in ["standard", "paper"] {
+            let (found, cost) = product(&work, streams, &format!("preset = {preset:?}"));
+            let (sum, docs) = (total(found.iter()), streams.iter().map(|s| Doc::new(s, &tokenizer)).collect::<Vec<_>>());
+            let (low, high) = interval(&docs, |drawn| total(drawn.iter().map(|&d| &found[d])).recovery());
+            println!(
+                "| {what} ({} records) | {preset} | {cost:.1} | {:.3} [{low:.2}, {high:.2}] | {:.3} |",
+                sum.records,
+                sum.recovery(),
+                sum.f1()
+            );
+        }
     }
 }

@@ -49,7 +49,7 @@ impl Dice {
         self.1 += 1;
         let hash = blake3::hash(&[self.0.to_le_bytes(), self.1.to_le_bytes()].concat());
         let number = u64::from_le_bytes(hash.as_bytes()[..8].try_into().expect("8 bytes"));
-        (u128::from(number) * n as u128 >> 64) as usize
+        ((u128::from(number) * n as u128) >> 64) as usize
     }
 }
 

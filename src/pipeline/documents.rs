@@ -29,6 +29,9 @@ const IN_FLIGHT: usize = 32;
 /// Edges that are embedded in one go: between them a run can be stopped.
 const EMBED_AT_ONCE: usize = 256;
 
+/// A namespace that can serve a request, and, if its records go further in one stage, their window.
+type Serving = (NamespaceId, Option<u32>);
+
 /// A document with its edges, scored or found to need no scores.
 #[derive(Debug, Clone)]
 pub struct Scored {
@@ -115,8 +118,8 @@ pub struct Scorer {
     options: EngineOptions,
     store: Arc<dyn ScoreStore>,
     edges_namespace: NamespaceId,
-    /// For each readout the namespaces that can serve a request, and the windows of those of one stage that hold more; the one written to comes first.
-    served_by: Vec<(Readout, Vec<(NamespaceId, Option<u32>)>)>,
+    /// For each readout the namespaces that can serve a request; the one written to comes first.
+    served_by: Vec<(Readout, Vec<Serving>)>,
     /// All namespaces of a look-up: edges first, then those of `served_by`.
     wanted: Vec<NamespaceId>,
     keys: Vec<blake3::Hash>,
@@ -292,7 +295,9 @@ impl Scorer {
         self.boundary.initialized()
     }
 
-    pub(super) fn engine_stats(&self) -> Option<EngineStats> {
+    /// What the engine has done so far; none if no model was loaded.
+    #[must_use]
+    pub fn engine_stats(&self) -> Option<EngineStats> {
         self.engine.get().map(|e| e.stats())
     }
 
@@ -460,7 +465,7 @@ impl Scorer {
         let after = tokens_after(edges);
         // Windows of another length may read a document of several segments from other ones.
         let one_segment = edges.tokens <= self.settings.context - u32::from(self.settings.bos.is_some());
-        let of_readout = |(readout, serving): &(Readout, Vec<(NamespaceId, Option<u32>)>)| {
+        let of_readout = |(readout, serving): &(Readout, Vec<Serving>)| {
             let mine: Vec<_> = records.by_ref().take(serving.len()).zip(serving).collect();
             mine.into_iter().find_map(|(bytes, (_, longer))| {
                 let curves = decode_curves(bytes.as_deref()?, after.len())?;

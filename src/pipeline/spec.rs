@@ -44,8 +44,9 @@ pub enum SpecError {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Pipeline {
-    /// What keys of `score` and `segment` that are not given mean. None is `standard`, but `paper` where `score.readouts`, `score.layer`, `score.window` or
-    /// `score.stages` is given: whoever sets scoring up by hand starts from the paper's settings.
+    /// What keys of `score`, `edges` and `segment` that are not given mean. None is `standard`, but `paper` where the pipeline sets scores or their use up by
+    /// hand: by `readouts`, `layer`, `window` or `stages` of `score`, by `objective` or `utility` of `segment`, or by a `segment.penalty` of at most 1, which
+    /// is a percentile's.
     pub preset: Option<Preset>,
     /// Where documents come from.
     pub input: Input,
@@ -67,11 +68,11 @@ pub struct Pipeline {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Preset {
-    /// Likelihood ratios in stages, up to 128 tokens after each edge, a reset beginning as a document does: the best cuts for a cost near the paper's.
+    /// Chunk damage by likelihood ratios, a reset beginning as a document does, at sentence ends and every 32 tokens; all run 16 tokens, the better half 128.
     Standard,
-    /// The same in one stage: every edge runs 128 tokens. About four times the cost.
+    /// The same at every 16 tokens, and all of them run 192.
     Thorough,
-    /// The paper's: Right Reset over 24 tokens at 75 % of the depth, nothing before them.
+    /// The paper's: Right Reset over 24 tokens at 75 % of the depth, nothing before them, at sentence ends and every 8 tokens, by percentiles.
     Paper,
 }
 
@@ -80,12 +81,14 @@ impl Preset {
     fn table(self) -> &'static str {
         match self {
             Self::Standard => {
-                "[score]\nreadouts = [\"lr\"]\nstages = [[8, 0.4], [24, 0.15], [128]]\nreset_prefix = \"document\"\n[segment]\nobjective = \"percentile\""
+                "edges.grid = 32\nsegment.objective = \"chunk_damage\"\n[score]\nreadouts = [\"lr\"]\nreset_prefix = \"document\"\nstages = [[16, 0.5], [128]]"
             }
             Self::Thorough => {
-                "[score]\nreadouts = [\"lr\"]\nwindow = 128\nreset_prefix = \"document\"\n[segment]\nobjective = \"percentile\""
+                "edges.grid = 16\nsegment.objective = \"chunk_damage\"\n[score]\nreadouts = [\"lr\"]\nreset_prefix = \"document\"\nwindow = 192"
             }
-            Self::Paper => "[score]\nreadouts = [\"rr\"]\nwindow = 24\nreset_prefix = \"none\"\n[segment]\nobjective = \"percentile\"",
+            Self::Paper => {
+                "edges.grid = 8\nsegment.objective = \"percentile\"\n[score]\nreadouts = [\"rr\"]\nreset_prefix = \"none\"\nwindow = 24"
+            }
         }
     }
 
@@ -97,9 +100,12 @@ impl Preset {
                 .try_into()
                 .map_err(|e: toml::de::Error| SpecError::Value { key: "preset".into(), reason: with_nearest(e.message()) });
         }
-        let by_hand = ["readouts", "layer", "window", "stages"];
-        let score = table.get("score").and_then(toml::Value::as_table);
-        Ok(if score.is_some_and(|score| by_hand.iter().any(|key| score.contains_key(*key))) { Self::Paper } else { Self::Standard })
+        let get = |section: &str, key: &str| table.get(section).and_then(|t| t.get(key));
+        let scores = ["readouts", "layer", "window", "stages"].iter().any(|key| get("score", key).is_some());
+        let cuts = ["objective", "utility"].iter().any(|key| get("segment", key).is_some());
+        let number = |value: &toml::Value| value.as_float().or_else(|| value.as_integer().map(|v| v as f64));
+        let percentile = get("segment", "penalty").and_then(number).is_some_and(|penalty| penalty <= 1.0);
+        Ok(if scores || cuts || percentile { Self::Paper } else { Self::Standard })
     }
 }
 
@@ -268,7 +274,7 @@ impl Default for Score {
             layer: Layer::Word("75%".into()),
             window: None,
             stages: None,
-            stage_memory: 512 << 20,
+            stage_memory: 256 << 20,
             skip: 1,
             positions: PositionsWord::Original,
             reset_prefix: "none".into(),
@@ -406,7 +412,7 @@ pub struct Segment {
     /// What is maximised.
     pub objective: Objective,
     /// The cut penalty, rho. For percentiles: an edge is worth cutting at if its utility exceeds it; default 0.95. For chunk damage: a cut may cost about so
-    /// many nats; default 15.
+    /// many nats; default 22, found for SmolLM2-135M.
     pub penalty: Option<f64>,
     /// Instead of `penalty`: the mean chunk length to aim for, in tokens.
     pub target_mean_tokens: Option<f64>,
@@ -423,7 +429,7 @@ pub struct Segment {
     pub min: u32,
     /// Hard maximum of a chunk, Lmax, in tokens.
     pub max: u32,
-    /// Length coefficient, lambda. Default 0.02 for percentiles, 6 (nats) for chunk damage.
+    /// Length coefficient, lambda. Default 0.02 for percentiles, 15 (nats) for chunk damage.
     pub length_weight: Option<f64>,
 }
 
@@ -433,7 +439,7 @@ impl Segment {
     pub fn penalty(&self) -> f64 {
         self.penalty.unwrap_or(match self.objective {
             Objective::Percentile => 0.95,
-            Objective::ChunkDamage => 15.0,
+            Objective::ChunkDamage => 22.0,
         })
     }
 
@@ -442,7 +448,7 @@ impl Segment {
     pub fn length_weight(&self) -> f64 {
         self.length_weight.unwrap_or(match self.objective {
             Objective::Percentile => 0.02,
-            Objective::ChunkDamage => 6.0,
+            Objective::ChunkDamage => 15.0,
         })
     }
 
@@ -836,6 +842,27 @@ mod tests {
     }
 
     #[test]
+    fn presets_lie_under_the_pipeline_and_settings_by_hand_start_from_the_papers() {
+        let parse = |text: &str| Pipeline::parse(text).unwrap();
+        let standard = parse("[input]\npaths = [\"a\"]");
+        assert_eq!((standard.segment.objective, standard.segment.penalty(), standard.edges.grid), (Objective::ChunkDamage, 22.0, 32));
+        assert_eq!((standard.score.window(), standard.score.early_stages().len()), (128, 1));
+        let paper = parse("preset = \"paper\"");
+        assert_eq!(
+            (paper.score.clone(), paper.edges.grid, paper.segment.penalty()),
+            (Score { window: Some(24), ..Score::default() }, 8, 0.95)
+        );
+        for by_hand in ["[score]\nlayer = 3", "[score]\nwindow = 24", "[segment]\nobjective = \"percentile\"", "[segment]\npenalty = 0.9"] {
+            assert_eq!(parse(by_hand).score.readouts, [ReadoutWord::Rr], "{by_hand}");
+        }
+        assert_eq!(parse("[segment]\npenalty = 30.0").segment.objective, Objective::ChunkDamage);
+        let longer = parse("preset = \"standard\"\n[score]\nwindow = 64");
+        assert_eq!((longer.score.window(), longer.score.stages), (64, None), "a window replaces the preset's stages");
+        assert_eq!(parse("preset = \"thorough\"").score.window(), 192);
+        assert!(Pipeline::parse("preset = \"thorogh\"").unwrap_err().to_string().contains("did you mean `thorough`?"));
+    }
+
+    #[test]
     fn file_overlay_setting_take_precedence_in_that_order() {
         let dir = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| {
@@ -856,7 +883,7 @@ mod tests {
         assert_eq!(spec.output.path, Some(dir.path().join("sub/out").to_string_lossy().into_owned()));
         assert_eq!(spec.input.text_column, "body");
         assert_eq!(load(&["segment.penalty=0.5"]).unwrap().segment.penalty(), 0.5);
-        assert!(load(&["segment.penalty=7"]).unwrap_err().to_string().contains("segment.penalty"));
+        assert!(load(&["preset=paper", "segment.penalty=7"]).unwrap_err().to_string().contains("segment.penalty"));
         assert!(load(&["nonsense"]).unwrap_err().to_string().contains("KEY=VALUE"));
     }
 }

@@ -131,7 +131,7 @@ mod tests {
         let convolution = ShortConvolution::new(2, &[1.0, 10.0, 100.0, 2.0, 20.0, 200.0]);
         let mut rows = vec![1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
         let mut rest = rows[4..].to_vec();
-        convolution.forward(&rows[..4].to_vec(), &mut rest, &mut Buffer::default());
+        convolution.forward(&rows[..4], &mut rest, &mut Buffer::default());
         convolution.forward(&[], &mut rows, &mut Buffer::default());
         assert_eq!(rest, rows[4..], "after rows that are kept as if they were there");
         let silu = |x: f32| x / (1.0 + (-x).exp());
