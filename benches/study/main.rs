@@ -75,7 +75,7 @@ fn cost(doc: &Doc, reach: &[u32], prefix: u32) -> f64 {
 
 /// How far each edge goes by a schedule, by one of the signals for which edges matter.
 fn staged(doc: &Doc, name: &str, stages: &[Stage], window: u32, signal: &str) -> Vec<u32> {
-    let curves = |of: &str| -> Vec<Vec<f32>> { (0..doc.edges.len()).map(|i| curve(doc, i, of, WINDOW).to_vec()).collect() };
+    let curves = |of: &str| -> Vec<Vec<f32>> { (0..doc.edges.len()).map(|i| curve(doc, i, of, window).to_vec()).collect() };
     let after: Vec<u32> = doc.edges.iter().map(|e| doc.tokens - e.token).collect();
     if signal == "lr" {
         return reach(stages, window, 1, &curves(name), &after);
@@ -83,7 +83,7 @@ fn staged(doc: &Doc, name: &str, stages: &[Stage], window: u32, signal: &str) ->
     let knots = Knots::new(LONGEST, 1);
     let mean = |curves: &[Vec<f32>], horizon: u32, sign: f32| -> Vec<f32> {
         (0..curves.len())
-            .map(|i| sign * knots.damage(&curves[i], m(doc, i, WINDOW), m(doc, i, horizon)) as f32 / m(doc, i, horizon) as f32)
+            .map(|i| sign * knots.damage(&curves[i], m(doc, i, window), m(doc, i, horizon)) as f32 / m(doc, i, horizon) as f32)
             .collect()
     };
     let (lr, rr) = (curves(name), curves("rr"));
@@ -581,7 +581,47 @@ fn main() {
         let method = Method { name: format!("chunk damage {window} (document)"), of: Box::new(of), settings: grid(&nats, &[15.0]) };
         rows.push(cross_validate(&method, &some));
     }
+    // Stages with a longer last window, on the same streams.
+    let nats: Vec<f64> = (6..=20).map(|i| f64::from(i) * 2.0).collect();
+    const LONG: &[(&[(u32, f64)], u32)] = &[
+        (&[(16, 0.5)], 128),
+        (&[(16, 0.4)], 192),
+        (&[(16, 0.5)], 192),
+        (&[(16, 0.5), (48, 0.3)], 192),
+        (&[(16, 0.5), (64, 0.3)], 192),
+        (&[(16, 0.4), (48, 0.3)], 192),
+        (&[(16, 0.5), (48, 0.25)], 256),
+        (&[(16, 0.5), (48, 0.3), (96, 0.2)], 256),
+    ];
+    let mut long: Vec<Method> = Vec::new();
+    for &(of, window) in LONG {
+        let words: Vec<String> = of.iter().map(|(h, k)| format!("{h}:{k}")).collect();
+        for curves in ["long", "document"] {
+            let judge = move |doc: &Doc| -> (Damage, f64) {
+                let reach = staged(doc, curves, &stages(of), window, "lr");
+                (Box::new(read(damages(doc, curves, &reach, 0.5))), cost(doc, &reach, 1))
+            };
+            let name = format!("chunk damage, stages {} {window} ({curves})", words.join(" "));
+            long.push(Method { name, of: Box::new(judge), settings: grid(&nats, &[15.0]) });
+        }
+    }
+    let (on_study, on_dev): (Vec<Method>, Vec<Method>) = long.into_iter().partition(|m| m.name.ends_with("(long)"));
+    rows.extend(on_study.par_iter().map(|m| cross_validate(m, &some)).collect::<Vec<_>>());
     print(&rows, &some);
+
+    println!("\n## Windows of 192 tokens on the streams kept for the last word, every 32 tokens, 22 nats\n");
+    let docs = coarser(&last, 32);
+    let fixed = |method: &Method| {
+        let (mut found, cost) = table(method, &[(22.0, 15.0)], &docs);
+        Row { name: method.name.clone(), cost, folded: found.remove(0), setting: (22.0, 15.0) }
+    };
+    let of = |doc: &Doc| -> (Damage, f64) {
+        let reach = vec![DEV_WINDOW; doc.edges.len()];
+        (Box::new(read(damages(doc, "document", &reach, 0.5))), cost(doc, &reach, 1))
+    };
+    let whole = Method { name: format!("chunk damage {DEV_WINDOW}"), of: Box::new(of), settings: Vec::new() };
+    let longest: Vec<Row> = on_dev.iter().filter(|m| !m.name.contains(" 256 ")).chain([&whole]).map(fixed).collect();
+    print(&longest, &docs);
 
     let records: usize = last.iter().map(|d| d.starts.len()).sum();
     println!("\n## The streams kept for the last word: {} streams, {records} records, settings chosen above\n", last.len());

@@ -68,9 +68,10 @@ pub struct Pipeline {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Preset {
-    /// Chunk damage by likelihood ratios, a reset beginning as a document does, at sentence ends and every 32 tokens; all run 16 tokens, the better half 128.
+    /// Chunk damage by likelihood ratios, a reset beginning as a document does, at sentence ends and every 32 tokens; all run 16 tokens, the best
+    /// half 48, the best 30 % 96, the best fifth 256.
     Standard,
-    /// The same at every 16 tokens, and all of them run 192.
+    /// The same with 256 tokens for all.
     Thorough,
     /// The paper's: Right Reset over 24 tokens at 75 % of the depth, nothing before them, at sentence ends and every 8 tokens, by percentiles.
     Paper,
@@ -81,10 +82,10 @@ impl Preset {
     fn table(self) -> &'static str {
         match self {
             Self::Standard => {
-                "edges.grid = 32\nsegment.objective = \"chunk_damage\"\n[score]\nreadouts = [\"lr\"]\nreset_prefix = \"document\"\nstages = [[16, 0.5], [128]]"
+                "edges.grid = 32\nsegment.objective = \"chunk_damage\"\n[score]\nreadouts = [\"lr\"]\nreset_prefix = \"document\"\nstages = [[16, 0.5], [48, 0.3], [96, 0.2], [256]]"
             }
             Self::Thorough => {
-                "edges.grid = 16\nsegment.objective = \"chunk_damage\"\n[score]\nreadouts = [\"lr\"]\nreset_prefix = \"document\"\nwindow = 192"
+                "edges.grid = 32\nsegment.objective = \"chunk_damage\"\n[score]\nreadouts = [\"lr\"]\nreset_prefix = \"document\"\nwindow = 256"
             }
             Self::Paper => {
                 "edges.grid = 8\nsegment.objective = \"percentile\"\n[score]\nreadouts = [\"rr\"]\nreset_prefix = \"none\"\nwindow = 24"
@@ -846,7 +847,7 @@ mod tests {
         let parse = |text: &str| Pipeline::parse(text).unwrap();
         let standard = parse("[input]\npaths = [\"a\"]");
         assert_eq!((standard.segment.objective, standard.segment.penalty(), standard.edges.grid), (Objective::ChunkDamage, 22.0, 32));
-        assert_eq!((standard.score.window(), standard.score.early_stages().len()), (128, 1));
+        assert_eq!((standard.score.window(), standard.score.early_stages().len()), (256, 3));
         let paper = parse("preset = \"paper\"");
         assert_eq!(
             (paper.score.clone(), paper.edges.grid, paper.segment.penalty()),
@@ -858,7 +859,7 @@ mod tests {
         assert_eq!(parse("[segment]\npenalty = 30.0").segment.objective, Objective::ChunkDamage);
         let longer = parse("preset = \"standard\"\n[score]\nwindow = 64");
         assert_eq!((longer.score.window(), longer.score.stages), (64, None), "a window replaces the preset's stages");
-        assert_eq!(parse("preset = \"thorough\"").score.window(), 192);
+        assert_eq!(parse("preset = \"thorough\"").score.window(), 256);
         assert!(Pipeline::parse("preset = \"thorogh\"").unwrap_err().to_string().contains("did you mean `thorough`?"));
     }
 
