@@ -275,7 +275,7 @@ impl Default for Score {
             layer: Layer::Word("75%".into()),
             window: None,
             stages: None,
-            stage_memory: 256 << 20,
+            stage_memory: 1 << 30,
             skip: 1,
             positions: PositionsWord::Original,
             reset_prefix: "none".into(),

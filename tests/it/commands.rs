@@ -289,7 +289,7 @@ fn the_operator_works_without_the_command_line() {
     let place = Place::new();
     let texts = prose(9, 15);
     let pipeline = Pipeline::parse(&format!(
-        "[model]\nname = {:?}\n[cache]\nmode = \"off\"\n[segment]\nmin = 12\nmax = 90\n",
+        "preset = \"paper\"\n[model]\nname = {:?}\n[cache]\nmode = \"off\"\n[segment]\nmin = 12\nmax = 90\n",
         root().join("tests/tiny")
     ))
     .unwrap();
