@@ -17,7 +17,7 @@ use rayon::prelude::*;
 use right_reset::model::{self, Encoder};
 use right_reset::pipeline;
 use right_reset::pipeline::spec::Pipeline;
-use right_reset::score::{Knots, Stage, reach};
+use right_reset::score::{Curves, Knots, Stage, reach};
 use right_reset::segment::{grouped_percentiles, percentiles};
 use streams::Stream;
 
@@ -75,20 +75,20 @@ fn cost(doc: &Doc, reach: &[u32], prefix: u32) -> f64 {
 
 /// How far each edge goes by a schedule, by one of the signals for which edges matter.
 fn staged(doc: &Doc, name: &str, stages: &[Stage], window: u32, signal: &str) -> Vec<u32> {
-    let curves = |of: &str| -> Vec<Vec<f32>> { (0..doc.edges.len()).map(|i| curve(doc, i, of, window).to_vec()).collect() };
+    let curves = |of: &str| -> Curves { (0..doc.edges.len()).map(|i| curve(doc, i, of, window).to_vec()).collect() };
     let after: Vec<u32> = doc.edges.iter().map(|e| doc.tokens - e.token).collect();
     if signal == "lr" {
         return reach(stages, window, 1, &curves(name), &after);
     }
     let knots = Knots::new(LONGEST, 1);
-    let mean = |curves: &[Vec<f32>], horizon: u32, sign: f32| -> Vec<f32> {
+    let mean = |curves: &Curves, horizon: u32, sign: f32| -> Vec<f32> {
         (0..curves.len())
-            .map(|i| sign * knots.damage(&curves[i], m(doc, i, window), m(doc, i, horizon)) as f32 / m(doc, i, horizon) as f32)
+            .map(|i| sign * knots.damage(curves.get(i), m(doc, i, window), m(doc, i, horizon)) as f32 / m(doc, i, horizon) as f32)
             .collect()
     };
     let (lr, rr) = (curves(name), curves("rr"));
     let mut far = vec![0; doc.edges.len()];
-    let mut left: Vec<usize> = (0..far.len()).filter(|&i| !lr[i].is_empty()).collect();
+    let mut left: Vec<usize> = (0..far.len()).filter(|&i| !lr.get(i).is_empty()).collect();
     let all = left.len() as f64;
     for stage in stages {
         left.iter().for_each(|&i| far[i] = stage.horizon);
@@ -421,6 +421,17 @@ fn print(rows: &[Row], docs: &[Doc]) {
     }
 }
 
+/// Recovery over that of a base on the same streams, with the interval of the difference.
+fn gains(rows: &[Row], base: &[Found], docs: &[Doc]) {
+    let recovery = |found: &[Found], drawn: &[usize]| total(drawn.iter().map(|&d| &found[d])).recovery();
+    let all: Vec<usize> = (0..docs.len()).collect();
+    for row in rows {
+        let gain = |drawn: &[usize]| recovery(&row.folded, drawn) - recovery(base, drawn);
+        let (low, high) = interval(docs, gain);
+        println!("| {} | {:+.3} [{low:+.2}, {high:+.2}] |", row.name, gain(&all));
+    }
+}
+
 /// Scores a file of streams, unless it has been done.
 fn export(work: &Path, input: &Path, name: &str, score: &str) -> PathBuf {
     let output = work.join(format!("{name}.parquet"));
@@ -609,6 +620,29 @@ fn main() {
     rows.extend(on_study.par_iter().map(|m| cross_validate(m, &some)).collect::<Vec<_>>());
     print(&rows, &some);
 
+    // What stands before the window, with the default's stages, on all streams.
+    let mut rows: Vec<Row> = Vec::new();
+    let mut every: Vec<Doc> = streams.iter().map(|s| Doc::new(s, &tokenizer)).collect();
+    const PREFIXES: [(&str, &str); 3] = [("document", "document"), ("newline", "separator:\n"), ("bos", "bos")];
+    const DEFAULT: &[(u32, f64)] = &[(16, 0.5), (48, 0.3), (96, 0.2)];
+    for (name, prefix) in PREFIXES {
+        let settings = format!("{lr}\nreset_prefix = {prefix:?}\nstages = [[16, 0.5], [48, 0.3], [96, 0.2], [256]]\n[edges]\ngrid = 32");
+        read_edges(&export(&work, &packed, &format!("all-{name}"), &settings), &ids(&streams), &mut every, &[("curve", name)]);
+    }
+    for (name, _) in PREFIXES {
+        let judge = move |doc: &Doc| -> (Damage, f64) {
+            let reach = staged(doc, name, &stages(DEFAULT), 256, "lr");
+            (Box::new(read(damages(doc, name, &reach, 0.5))), cost(doc, &reach, 1))
+        };
+        let settings = grid(&(4..=18).map(|i| f64::from(i) * 2.0).collect::<Vec<_>>(), &[6.0, 10.0, 15.0, 20.0, 30.0]);
+        let method = Method { name: format!("the default's stages ({name})"), of: Box::new(judge), settings };
+        rows.push(cross_validate(&method, &every));
+    }
+    println!("\n## What stands before the window, the default's stages: all {} streams, every 32 tokens\n", every.len());
+    print(&rows, &every);
+    println!();
+    gains(&rows[1..], &rows[0].folded, &every);
+
     println!("\n## Windows of 192 tokens on the streams kept for the last word, every 32 tokens, 22 nats\n");
     let docs = coarser(&last, 32);
     let fixed = |method: &Method| {
@@ -639,13 +673,7 @@ fn main() {
     }
     let base = finals.iter().find(|r| r.name.starts_with("RR 24 of block 22, no prefix")).map(|r| r.folded.clone()).unwrap();
     println!("\n## Recovery over that of RR at 24 tokens, same streams\n");
-    for row in &finals {
-        let gain =
-            |drawn: &[usize]| total(drawn.iter().map(|&d| &row.folded[d])).recovery() - total(drawn.iter().map(|&d| &base[d])).recovery();
-        let all: Vec<usize> = (0..last.len()).collect();
-        let (low, high) = interval(&last, gain);
-        println!("| {} | {:+.3} [{low:+.2}, {high:+.2}] |", row.name, gain(&all));
-    }
+    gains(&finals, &base, &last);
 
     println!("\n## The product itself\n");
     println!("| texts | preset | forward tokens per source token | seconds | clean-unit recovery | partition F1 |");
@@ -661,6 +689,9 @@ fn main() {
     ];
     for (what, streams) in kinds {
         for preset in ["standard", "thorough", "paper"] {
+            if preset == "thorough" && what != "last word" {
+                continue;
+            }
             let (found, cost, seconds) = product(&work, streams, &format!("preset = {preset:?}"));
             let (sum, docs) = (total(found.iter()), streams.iter().map(|s| Doc::new(s, &tokenizer)).collect::<Vec<_>>());
             let (low, high) = interval(&docs, |drawn| total(drawn.iter().map(|&d| &found[d])).recovery());

@@ -1,7 +1,7 @@
 //! The bytes of records: payloads of edges and curves, and the sealed blocks they are stored in.
 
 use crate::index::{ByteIdx, TokenIdx};
-use crate::score::Curve;
+use crate::score::Curves;
 use crate::text::{Edge, EdgeKind, Edges};
 
 fn put(out: &mut Vec<u8>, mut value: u64) {
@@ -78,10 +78,10 @@ pub fn decode_edges(mut bytes: &[u8], text_bytes: usize) -> Option<Edges> {
 
 /// Curves as bytes: their number, then per curve its length and its floats.
 #[must_use]
-pub fn encode_curves(curves: &[Curve]) -> Vec<u8> {
-    let mut out = Vec::with_capacity(curves.iter().map(|c| c.len() * 4 + 1).sum::<usize>() + 4);
+pub fn encode_curves(curves: &Curves) -> Vec<u8> {
+    let mut out = Vec::with_capacity(curves.value_count() * 4 + curves.len() + 4);
     put(&mut out, curves.len() as u64);
-    for curve in curves {
+    for curve in curves.iter() {
         put(&mut out, curve.len() as u64);
         curve.iter().for_each(|v| out.extend_from_slice(&v.to_le_bytes()));
     }
@@ -90,17 +90,17 @@ pub fn encode_curves(curves: &[Curve]) -> Vec<u8> {
 
 /// Reads what [`encode_curves`] wrote; `None` for anything else, also for another number of curves.
 #[must_use]
-pub fn decode_curves(mut bytes: &[u8], count: usize) -> Option<Vec<Curve>> {
+pub fn decode_curves(mut bytes: &[u8], count: usize) -> Option<Curves> {
     let bytes = &mut bytes;
     if take(bytes)? != count as u64 || count > bytes.len() {
         return None;
     }
-    let mut curves = Vec::with_capacity(count);
+    let mut curves = Curves::with_capacity(count, bytes.len() / 4);
     for _ in 0..count {
         let len = usize::try_from(take(bytes)?).ok()?;
         let (floats, rest) = bytes.split_at_checked(len.checked_mul(4)?)?;
         *bytes = rest;
-        curves.push(floats.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect());
+        curves.push(floats.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)));
     }
     bytes.is_empty().then_some(curves)
 }
@@ -204,6 +204,7 @@ mod tests {
 
         #[test]
         fn curves_come_back(curves in proptest::collection::vec(proptest::collection::vec(-1e6f32..1e6, 0..6), 0..40)) {
+            let curves: Curves = curves.into_iter().collect();
             let coded = encode_curves(&curves);
             prop_assert_eq!(decode_curves(&coded, curves.len()), Some(curves.clone()));
             prop_assert_eq!(decode_curves(&coded, curves.len() + 1), None);

@@ -1,17 +1,19 @@
 //! The score cache: what inference found out about a text, by the text's hash.
 //!
 //! Owns keys, the record codec, the [`ScoreStore`] trait and the sled store. Promises: a record that fails its checksum is a miss and
-//! counted, never used; everything that can change a value is in its [`Namespace`]; nothing is evicted. Knows nothing of models or files.
+//! counted, never used; everything that can change a value is in its [`Namespace`]; nothing is evicted. Knows nothing of models or of corpora.
 
+mod archive;
 mod codec;
 mod sled_store;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+pub use archive::{Imported, export, import, merge};
 pub use codec::{decode_curves, decode_edges, encode_curves, encode_edges};
 use serde::{Deserialize, Serialize};
-pub use sled_store::{NamespaceStats, SledStore, StoreStats};
+pub use sled_store::{Adopted, NamespaceStats, Prune, SledStore, StoreStats, Use};
 
 /// What can go wrong with a cache.
 #[derive(Debug, thiserror::Error)]
@@ -31,6 +33,14 @@ pub enum CacheError {
     #[error("the score cache at {path}: {reason}; free space or mend permissions there, or choose another place with cache.path")]
     Io {
         /// Its folder.
+        path: PathBuf,
+        /// What failed.
+        reason: String,
+    },
+    /// An archive of a cache could not be read or written.
+    #[error("{path}: {reason}")]
+    Archive {
+        /// The file.
         path: PathBuf,
         /// What failed.
         reason: String,
@@ -80,6 +90,12 @@ pub trait ScoreStore: Send + Sync {
     /// [`CacheError`] if the store cannot be read or written.
     fn namespace(&self, namespace: &Namespace) -> Result<NamespaceId, CacheError>;
 
+    /// Writes down, from time to time, that a namespace is in use with a model.
+    ///
+    /// # Errors
+    /// [`CacheError`] if the store cannot be written.
+    fn used(&self, id: NamespaceId, model: &str) -> Result<(), CacheError>;
+
     /// All namespaces, by number.
     fn namespaces(&self) -> Vec<(NamespaceId, Namespace)>;
 
@@ -112,6 +128,10 @@ pub struct NoStore;
 impl ScoreStore for NoStore {
     fn namespace(&self, _: &Namespace) -> Result<NamespaceId, CacheError> {
         Ok(NamespaceId(0))
+    }
+
+    fn used(&self, _: NamespaceId, _: &str) -> Result<(), CacheError> {
+        Ok(())
     }
 
     fn namespaces(&self) -> Vec<(NamespaceId, Namespace)> {

@@ -1,15 +1,16 @@
 //! The store on disk: several sled databases by the first byte of the text hash, a lock, and the rescue of damaged databases.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};
 use std::io::{Read, Seek, Write};
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::codec::{BLOCK_PAYLOAD, Block, KEY, MAGIC, key};
 use super::{CacheError, Namespace, NamespaceId, ScoreStore};
@@ -22,6 +23,60 @@ const SHARD_CACHE_BYTES: u64 = 16 << 20;
 /// Keys of namespace descriptions begin with this instead of a text hash.
 const NAMESPACE_KEY: [u8; 32] = *b"namespace description ..........";
 
+/// Keys of what is remembered of a namespace's use.
+const USE_KEY: [u8; 32] = *b"namespace use ..................";
+/// Uses nearer to each other than this are not written down.
+const USE_EVERY: u64 = 3600;
+
+/// Who uses a namespace, and when it was last used, in seconds since 1970.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Use {
+    /// Names of the models it was used with.
+    pub models: BTreeSet<String>,
+    /// The last use.
+    pub last: u64,
+}
+
+/// What became of a record of another cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Adopted {
+    /// It was written.
+    Taken,
+    /// It was there.
+    Known,
+    /// The store takes no more.
+    Refused,
+}
+
+/// Namespaces to remove: those for which all that is given holds.
+#[derive(Debug, Clone, Default)]
+pub struct Prune {
+    /// Name of a model it was used with, or the beginning of the hash of its weights or tokenizer.
+    pub model: Option<String>,
+    /// Its kind: a readout, or `edges`.
+    pub kind: Option<String>,
+    /// Not used for so long.
+    pub unused_for: Option<Duration>,
+}
+
+impl Prune {
+    fn takes(&self, namespace: &Namespace, used: Option<&Use>, now: u64) -> bool {
+        let model = |name: &String| {
+            let hashes = ["weights", "tokenizer", "encoder_weights"].map(|f| namespace.fields.get(f));
+            used.is_some_and(|u| u.models.contains(name))
+                || (name.len() >= 8 && hashes.into_iter().flatten().any(|h| h.starts_with(name.as_str())))
+        };
+        let unused = |time: &Duration| used.is_none_or(|u| u.last + time.as_secs() <= now);
+        self.model.as_ref().is_none_or(model)
+            && self.kind.as_ref().is_none_or(|k| *k == namespace.kind)
+            && self.unused_for.as_ref().is_none_or(unused)
+    }
+}
+
+fn now() -> u64 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}
+
 /// Counts of one namespace.
 #[derive(Debug, Clone, Serialize)]
 pub struct NamespaceStats {
@@ -29,6 +84,8 @@ pub struct NamespaceStats {
     pub id: u32,
     /// What its records are.
     pub namespace: Namespace,
+    /// Who uses it.
+    pub used: Option<Use>,
     /// Sound records.
     pub records: u64,
     /// Bytes of their payloads.
@@ -64,6 +121,9 @@ pub struct SledStore {
     path: PathBuf,
     shards: Vec<sled::Db>,
     namespaces: Mutex<BTreeMap<u32, Namespace>>,
+    uses: Mutex<BTreeMap<u32, Use>>,
+    /// Nothing is written.
+    read_only: bool,
     max_bytes: Option<u64>,
     full: AtomicBool,
     unsound: AtomicU64,
@@ -80,9 +140,22 @@ impl SledStore {
     /// # Errors
     /// [`CacheError::Locked`] if another process has it, [`CacheError::Io`] if the disk refuses.
     pub fn open(path: &Path, max_bytes: Option<u64>) -> Result<Self, CacheError> {
+        Self::open_as(path, max_bytes, false)
+    }
+
+    /// Opens the store to read it alone; `None` if there is none.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_to_read(path: &Path) -> Result<Option<Self>, CacheError> {
+        path.join(VERSION_DIR).is_dir().then(|| Self::open_as(path, None, true)).transpose()
+    }
+
+    fn open_as(path: &Path, max_bytes: Option<u64>, read_only: bool) -> Result<Self, CacheError> {
         let dir = path.join(VERSION_DIR);
         fs::create_dir_all(&dir).map_err(io(path))?;
         let lock = take_lock(path, &dir.join("lock"))?;
+        finish_rewrite(path, &dir)?;
         let mut shards = Vec::new();
         for shard in 0..SHARDS {
             shards.push(open_shard(path, &dir.join(format!("shard-{shard}")))?);
@@ -96,10 +169,19 @@ impl SledStore {
                 namespaces.insert(namespace_of(&block.key), namespace);
             }
         }
+        let mut uses = BTreeMap::new();
+        for item in shards[0].scan_prefix(USE_KEY) {
+            let (key, value) = item.map_err(|e| damage(path, &e))?;
+            if let (Ok(key), Ok(used)) = (<[u8; KEY]>::try_from(&key[..]), serde_json::from_slice::<Use>(&value)) {
+                uses.insert(namespace_of(&key), used);
+            }
+        }
         let store = Self {
             path: path.to_owned(),
             shards,
             namespaces: Mutex::new(namespaces),
+            uses: Mutex::new(uses),
+            read_only,
             max_bytes,
             full: AtomicBool::new(false),
             unsound: AtomicU64::new(0),
@@ -136,7 +218,12 @@ impl SledStore {
         if let Some(max) = self.max_bytes {
             let size = self.disk_bytes()?;
             if size >= max && !self.full.swap(true, Ordering::Relaxed) {
-                tracing::warn!(size, max, "the score cache has reached cache.max_bytes: nothing more is written to it");
+                tracing::warn!(
+                    event = "cache_full",
+                    size,
+                    max,
+                    "the score cache has reached cache.max_bytes: nothing more is written to it"
+                );
             }
         }
         Ok(())
@@ -148,12 +235,16 @@ impl SledStore {
     /// [`CacheError`] if the store cannot be read.
     pub fn stats(&self) -> Result<StoreStats, CacheError> {
         let known = self.namespaces.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let mut by_id: BTreeMap<u32, NamespaceStats> =
-            known.into_iter().map(|(id, namespace)| (id, NamespaceStats { id, namespace, records: 0, payload_bytes: 0 })).collect();
+        let mut by_id: BTreeMap<u32, NamespaceStats> = known
+            .into_iter()
+            .map(|(id, namespace)| {
+                (id, NamespaceStats { id, namespace, used: self.uses().get(&id).cloned(), records: 0, payload_bytes: 0 })
+            })
+            .collect();
         let mut unsound = 0;
         for item in self.shards.iter().flat_map(|db| db.iter()) {
             let (stored, value) = item.map_err(|e| self.failed(&e))?;
-            if stored == SENTINEL {
+            if stored == SENTINEL || stored.starts_with(&USE_KEY) {
                 continue;
             }
             match Block::open(&value) {
@@ -174,6 +265,155 @@ impl SledStore {
             unsound_blocks: unsound,
         })
     }
+
+    fn uses(&self) -> std::sync::MutexGuard<'_, BTreeMap<u32, Use>> {
+        self.uses.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Calls `take` with every sound record, by text and namespace. Returns how many records were unsound.
+    ///
+    /// # Errors
+    /// [`CacheError`] if the store cannot be read, or of `take`.
+    pub fn for_each_record(
+        &self,
+        mut take: impl FnMut(blake3::Hash, NamespaceId, &[u8]) -> Result<(), CacheError>,
+    ) -> Result<u64, CacheError> {
+        let tags: BTreeMap<u32, [u8; 8]> =
+            self.namespaces.lock().unwrap_or_else(PoisonError::into_inner).iter().map(|(&id, n)| (id, tag(n))).collect();
+        let mut unsound = 0;
+        let mut current: Option<([u8; 36], Gathered)> = None;
+        let mut finish = |current: Option<([u8; 36], Gathered)>, unsound: &mut u64| {
+            let Some((head, record)) = current else { return Ok(()) };
+            if record.next != record.blocks || record.payload.len() != record.bytes as usize {
+                *unsound += 1;
+                return Ok(());
+            }
+            let (text, id) = head.split_at(32);
+            let mut hash = [0; 32];
+            hash.copy_from_slice(text);
+            take(blake3::Hash::from_bytes(hash), NamespaceId(u32::from_be_bytes([id[0], id[1], id[2], id[3]])), &record.payload)
+        };
+        for item in self.shards.iter().flat_map(|db| db.iter()) {
+            let (stored, value) = item.map_err(|e| self.failed(&e))?;
+            if stored == SENTINEL || stored.starts_with(&USE_KEY) || stored.starts_with(&NAMESPACE_KEY) {
+                continue;
+            }
+            let sound = Block::open(&value).filter(|(b, length)| b.key[..] == stored[..] && *length == value.len());
+            let Some((block, _)) = sound.filter(|(b, _)| tags.get(&namespace_of(&b.key)) == Some(&b.namespace)) else {
+                unsound += u64::from(stored.ends_with(&[0, 0]));
+                continue;
+            };
+            let mut head = [0; 36];
+            head.copy_from_slice(&block.key[..36]);
+            if current.as_ref().is_none_or(|c| c.0 != head) {
+                finish(current.take(), &mut unsound)?;
+                current = Some((head, Gathered { payload: Vec::new(), next: 0, blocks: block.blocks, bytes: block.bytes }));
+            }
+            let number = u16::from_be_bytes([block.key[36], block.key[37]]);
+            if let Some((_, record)) = current.as_mut().filter(|c| c.1.next == number) {
+                record.payload.extend_from_slice(block.payload);
+                record.next += 1;
+            }
+        }
+        finish(current, &mut unsound)?;
+        Ok(unsound)
+    }
+
+    /// Takes a record of another cache, unless it is there.
+    ///
+    /// # Errors
+    /// [`CacheError`] if the store cannot be written.
+    pub fn adopt(&self, text: &blake3::Hash, namespace: &Namespace, payload: &[u8]) -> Result<Adopted, CacheError> {
+        let id = self.namespace(namespace)?;
+        if self.lookup(text, &[id])?[0].is_some() {
+            return Ok(Adopted::Known);
+        }
+        let before = self.unwritten.load(Ordering::Relaxed);
+        self.insert(text, id, payload)?;
+        Ok(if self.unwritten.load(Ordering::Relaxed) > before { Adopted::Refused } else { Adopted::Taken })
+    }
+
+    /// The namespaces that would be removed.
+    #[must_use]
+    pub fn to_prune(&self, prune: &Prune) -> Vec<NamespaceId> {
+        let uses = self.uses();
+        self.namespaces().into_iter().filter(|(id, n)| prune.takes(n, uses.get(&id.0), now())).map(|(id, _)| id).collect()
+    }
+
+    /// Writes the store anew without some namespaces, without what is unsound, and without what databases set aside left on disk; this gives their
+    /// space back. Needs room for the new databases beside the old ones, one after another. Killed at any instant, the store is as it was or as it will be,
+    /// database by database. Returns the bytes on disk before and after.
+    ///
+    /// # Errors
+    /// [`CacheError`] if the disk refuses; nothing is lost.
+    pub fn rewrite(self, without: &[NamespaceId]) -> Result<(u64, u64), CacheError> {
+        let path = self.path.clone();
+        let dir = path.join(VERSION_DIR);
+        let before = folder_bytes(&dir);
+        let Self { shards, _lock, .. } = self;
+        for (i, old) in shards.into_iter().enumerate() {
+            let (place, fresh, aside) = (dir.join(format!("shard-{i}")), dir.join(format!("compact-{i}")), dir.join(format!("old-{i}")));
+            let Attempt::Open(new) = attempt(&fresh) else {
+                return Err(CacheError::Io { path, reason: format!("cannot make {}", fresh.display()) });
+            };
+            let mut since = 0;
+            for item in old.iter() {
+                let (key, value) = item.map_err(|e| damage(&path, &e))?;
+                let own = <[u8; KEY]>::try_from(&key[..]).ok();
+                if own.is_some_and(|k| without.contains(&NamespaceId(namespace_of(&k)))) {
+                    continue;
+                }
+                let description = key == SENTINEL || key.starts_with(&USE_KEY);
+                if description || Block::open(&value).is_some_and(|(b, length)| b.key[..] == key[..] && length == value.len()) {
+                    since += value.len();
+                    new.insert(&key[..], value).map_err(|e| damage(&path, &e))?;
+                    if since > 64 << 20 {
+                        since = 0;
+                        new.flush().map_err(|e| damage(&path, &e))?;
+                    }
+                }
+            }
+            new.flush().map_err(|e| damage(&path, &e))?;
+            drop((old, new));
+            kill_point!("before-cache-swap");
+            fs::rename(&place, &aside).map_err(io(&path))?;
+            kill_point!("between-cache-swap");
+            fs::rename(&fresh, &place).map_err(io(&path))?;
+            kill_point!("after-cache-swap");
+            fs::copy(place.join("conf"), place.with_extension("conf")).map_err(io(&path))?;
+            finish_rewrite(&path, &dir)?;
+        }
+        for entry in fs::read_dir(&dir).map_err(io(&path))? {
+            let entry = entry.map_err(io(&path))?.path();
+            if entry.extension().is_some_and(|e| e.to_string_lossy().starts_with("damaged-")) {
+                fs::remove_dir_all(&entry).map_err(io(&path))?;
+            }
+        }
+        Ok((before, folder_bytes(&dir)))
+    }
+}
+
+/// Brings a rewrite that was cut short to an end.
+fn finish_rewrite(path: &Path, dir: &Path) -> Result<(), CacheError> {
+    for i in 0..SHARDS {
+        let (place, aside, fresh) = (dir.join(format!("shard-{i}")), dir.join(format!("old-{i}")), dir.join(format!("compact-{i}")));
+        if aside.exists() && !place.exists() {
+            fs::rename(&aside, &place).map_err(io(path))?;
+        }
+        for left in [aside, fresh.clone()].into_iter().filter(|p| p.exists()) {
+            fs::remove_dir_all(left).map_err(io(path))?;
+        }
+        let copy = fresh.with_extension("conf");
+        if copy.exists() {
+            fs::remove_file(copy).map_err(io(path))?;
+        }
+    }
+    Ok(())
+}
+
+fn folder_bytes(dir: &Path) -> u64 {
+    let entries = fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok);
+    entries.map(|e| if e.path().is_dir() { folder_bytes(&e.path()) } else { e.metadata().map_or(0, |m| m.len()) }).sum()
 }
 
 impl ScoreStore for SledStore {
@@ -181,6 +421,10 @@ impl ScoreStore for SledStore {
         let mut known = self.namespaces.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((&id, _)) = known.iter().find(|(_, n)| *n == namespace) {
             return Ok(NamespaceId(id));
+        }
+        if self.read_only {
+            // No record has this number.
+            return Ok(NamespaceId(u32::MAX));
         }
         let id = known.last_key_value().map_or(1, |(&last, _)| last + 1);
         let payload = serde_json::to_vec(namespace).unwrap_or_default();
@@ -190,6 +434,20 @@ impl ScoreStore for SledStore {
         self.shards[0].flush().map_err(|e| self.failed(&e))?;
         known.insert(id, namespace.clone());
         Ok(NamespaceId(id))
+    }
+
+    fn used(&self, id: NamespaceId, model: &str) -> Result<(), CacheError> {
+        if self.read_only {
+            return Ok(());
+        }
+        let mut uses = self.uses();
+        let used = uses.entry(id.0).or_default();
+        if !used.models.insert(model.to_owned()) && used.last + USE_EVERY > now() {
+            return Ok(());
+        }
+        used.last = now();
+        let payload = serde_json::to_vec(used).unwrap_or_default();
+        self.shards[0].insert(key(&USE_KEY, id.0, 0), payload).map(drop).map_err(|e| self.failed(&e))
     }
 
     fn namespaces(&self) -> Vec<(NamespaceId, Namespace)> {
@@ -238,6 +496,10 @@ impl ScoreStore for SledStore {
     }
 
     fn insert(&self, text: &blake3::Hash, namespace: NamespaceId, payload: &[u8]) -> Result<(), CacheError> {
+        if self.read_only {
+            self.unwritten.fetch_add(1, Ordering::Relaxed);
+            return Ok(());
+        }
         let known = self.namespaces.lock().unwrap_or_else(PoisonError::into_inner).get(&namespace.0).map(tag);
         let count = payload.len().div_ceil(BLOCK_PAYLOAD).max(1);
         let (Some(tag), Ok(blocks), Ok(bytes)) = (known, u16::try_from(count), u32::try_from(payload.len())) else {
@@ -259,6 +521,9 @@ impl ScoreStore for SledStore {
     }
 
     fn flush(&self) -> Result<(), CacheError> {
+        if self.read_only {
+            return Ok(());
+        }
         for shard in &self.shards {
             shard.flush().map_err(|e| self.failed(&e))?;
         }
@@ -393,7 +658,7 @@ fn open_shard(path: &Path, dir: &Path) -> Result<sled::Db, CacheError> {
     };
     let kept = salvage(path, &aside, &db)?;
     db.flush().map_err(|e| damage(path, &e))?;
-    tracing::warn!(%reason, kept, aside = %aside.display(), "part of the score cache was damaged; it was set aside and its sound records kept");
+    tracing::warn!(event = "cache_rescued", %reason, kept, aside = %aside.display(), "part of the score cache was damaged; it was set aside and its sound records kept");
     if suspect.exists() && dir.ends_with(format!("shard-{}", SHARDS - 1)) {
         fs::remove_file(&suspect).map_err(io(path))?;
     }

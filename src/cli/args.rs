@@ -5,6 +5,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
+use right_reset::io::Rank;
 
 /// Cuts documents into chunks where a causal language model depends least on what came before.
 #[derive(Debug, Parser)]
@@ -36,6 +37,16 @@ pub(super) enum LogFormat {
 pub(super) enum Command {
     /// Cut the documents of a pipeline's input into chunks
     Run(RunArgs),
+    /// Say what a run would do, and about how long it would take; nothing is written
+    Plan(PlanArgs),
+    /// Say how far an output folder is: which ranks are done, what is missing, and their summaries joined
+    Status {
+        /// Output folder
+        output: PathBuf,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// Write the score of every candidate edge
     Score(ScoreArgs),
     /// Show what other cut penalties would give, from the cache alone
@@ -45,15 +56,16 @@ pub(super) enum Command {
         #[command(subcommand)]
         command: ModelsCommand,
     },
-    /// The score cache: count, check, or say where it is
+    /// The score cache: count, check, export, import, merge, prune, compact
     Cache {
-        #[arg(value_enum)]
-        command: CacheCommand,
         /// Pipeline whose cache is meant
+        #[arg(long, global = true, value_name = "FILE")]
         pipeline: Option<PathBuf>,
         /// Folder of the cache
-        #[arg(long, value_name = "DIR")]
+        #[arg(long, global = true, value_name = "DIR")]
         path: Option<PathBuf>,
+        #[command(subcommand)]
+        command: CacheCommand,
     },
     /// Print the schema of a file
     Schema {
@@ -65,6 +77,73 @@ pub(super) enum Command {
         #[arg(value_enum)]
         shell: clap_complete::Shell,
     },
+}
+
+/// What decides which parts are made.
+#[derive(Debug, ClapArgs)]
+pub(super) struct Parts {
+    /// Output folder, or - for standard output; replaces output.path
+    #[arg(long, value_name = "DIR")]
+    pub(super) output: Option<String>,
+    /// Hash inputs even if their size and time are unchanged
+    #[arg(long)]
+    pub(super) checksum: bool,
+    /// Remove the parts of inputs that are no longer listed
+    #[arg(long)]
+    pub(super) prune: bool,
+    /// Make every part again; scores still come from the cache
+    #[arg(long)]
+    pub(super) force: bool,
+    /// Do one share of the work: a number from 0, or slurm to take it from the variables of a Slurm array
+    #[arg(long, value_name = "R")]
+    pub(super) rank: Option<RankArg>,
+    /// Shares of the work; each has its own cache, manifest and summary
+    #[arg(long, value_name = "N", requires = "rank")]
+    pub(super) world_size: Option<u32>,
+}
+
+/// Which share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum RankArg {
+    Number(u32),
+    Slurm,
+}
+
+impl FromStr for RankArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "slurm" => Ok(Self::Slurm),
+            _ => text.parse().map(Self::Number).map_err(|_| format!("{text:?} is neither a number nor slurm")),
+        }
+    }
+}
+
+impl Parts {
+    /// The share that is asked for; `variable` reads the environment.
+    pub(super) fn share(&self, variable: impl Fn(&str) -> Option<String>) -> Result<Option<Rank>, String> {
+        let number = |name: &str| {
+            let text =
+                variable(name).ok_or_else(|| format!("--rank slurm: the variable {name} is not set; start it with sbatch --array=0-3"))?;
+            text.parse::<u32>().map_err(|_| format!("--rank slurm: {name} is {text:?}, which is no number"))
+        };
+        let rank = match (self.rank, self.world_size) {
+            (None, _) => return Ok(None),
+            (Some(RankArg::Number(_)), None) => return Err("--rank needs --world-size: into how many shares the work is divided".into()),
+            (Some(RankArg::Number(rank)), Some(world)) => Rank { rank, world },
+            (Some(RankArg::Slurm), world) => {
+                let (id, min) = (number("SLURM_ARRAY_TASK_ID")?, number("SLURM_ARRAY_TASK_MIN")?);
+                let step = variable("SLURM_ARRAY_TASK_STEP").and_then(|s| s.parse().ok()).unwrap_or(1_u32).max(1);
+                let world = world.map_or_else(|| number("SLURM_ARRAY_TASK_COUNT"), Ok)?;
+                Rank { rank: id.saturating_sub(min) / step, world }
+            }
+        };
+        if rank.rank >= rank.world {
+            return Err(format!("rank {} of {}: ranks count from 0 and stay below the number of shares", rank.rank, rank.world));
+        }
+        Ok(Some(rank))
+    }
 }
 
 /// What commands that read a pipeline share.
@@ -93,27 +172,34 @@ pub(super) struct Common {
 pub(super) struct RunArgs {
     #[command(flatten)]
     pub(super) common: Common,
-    /// Output folder, or - for standard output; replaces output.path
-    #[arg(long, value_name = "DIR")]
-    pub(super) output: Option<String>,
-    /// Hash inputs even if their size and time are unchanged
-    #[arg(long)]
-    pub(super) checksum: bool,
-    /// Remove the parts of inputs that are no longer listed
-    #[arg(long)]
-    pub(super) prune: bool,
+    #[command(flatten)]
+    pub(super) parts: Parts,
     /// Find the penalty of segment.target_mean_tokens anew
     #[arg(long)]
     pub(super) recalibrate: bool,
     /// Stop cleanly after this time, such as 4h or 30m; exit code 75
     #[arg(long, value_name = "TIME")]
     pub(super) stop_after: Option<Time>,
+    /// Write figures of the run to FILE in the Prometheus text format, at its end
+    #[arg(long, value_name = "FILE")]
+    pub(super) metrics: Option<PathBuf>,
     /// Progress on standard error
     #[arg(long, value_enum, default_value = "auto")]
     pub(super) progress: ProgressKind,
     /// Show the first N chunks of the output at the end
     #[arg(long, value_name = "N")]
     pub(super) show: Option<usize>,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(super) struct PlanArgs {
+    #[command(flatten)]
+    pub(super) common: Common,
+    #[command(flatten)]
+    pub(super) parts: Parts,
+    /// Print JSON
+    #[arg(long)]
+    pub(super) json: bool,
 }
 
 /// How progress is shown.
@@ -172,14 +258,43 @@ pub(super) enum ModelsCommand {
     Show { name: String },
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Subcommand)]
 pub(super) enum CacheCommand {
     /// Count records by namespace
-    Stats,
+    Stats { pipeline: Option<PathBuf> },
     /// Check every record
-    Verify,
+    Verify { pipeline: Option<PathBuf> },
     /// Print its folder
-    Path,
+    Path { pipeline: Option<PathBuf> },
+    /// Write all records to a Parquet file, the form to archive
+    Export { file: PathBuf },
+    /// Take the records of exported files
+    Import {
+        #[arg(required = true)]
+        files: Vec<PathBuf>,
+    },
+    /// Take the records of other caches, such as those of ranks
+    Merge {
+        #[arg(required = true, value_name = "DIR")]
+        folders: Vec<PathBuf>,
+    },
+    /// Remove records by model, readout and last use, and give their space back
+    Prune {
+        /// Of this model: its name, or the beginning of the hash of its weights or tokenizer
+        #[arg(long)]
+        model: Option<String>,
+        /// Of this readout, or edges
+        #[arg(long)]
+        readout: Option<String>,
+        /// Not used for this time, such as 90d
+        #[arg(long, value_name = "TIME")]
+        unused_for: Option<Time>,
+        /// Only say what would be removed
+        #[arg(long)]
+        dry_run: bool,
+    },
+    /// Write the databases anew, without what is unsound or was set aside: this gives space back
+    Compact,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -199,13 +314,14 @@ impl FromStr for Time {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("{text:?} is no time; write 4h, 30m, 90s or 1h30m");
+        let wrong = || format!("{text:?} is no time; write 90d, 4h, 30m, 90s or 1h30m");
         let mut seconds = 0_u64;
         let mut rest = text;
         while !rest.is_empty() {
             let digits = rest.find(|c: char| !c.is_ascii_digit()).ok_or_else(wrong)?;
             let number: u64 = rest[..digits].parse().map_err(|_| wrong())?;
             let unit = match rest[digits..].chars().next() {
+                Some('d') => 86_400,
                 Some('h') => 3600,
                 Some('m') => 60,
                 Some('s') => 1,
@@ -262,5 +378,28 @@ mod tests {
     #[test]
     fn the_command_line_is_sound() {
         <Args as clap::CommandFactory>::command().debug_assert();
+    }
+
+    #[test]
+    fn a_share_is_given_by_number_or_by_slurm() {
+        let parts = |rank, world_size| Parts { output: None, checksum: false, prune: false, force: false, rank, world_size };
+        let none = |_: &str| None;
+        assert_eq!(parts(None, None).share(none), Ok(None));
+        assert_eq!(parts(Some(RankArg::Number(1)), Some(4)).share(none), Ok(Some(Rank { rank: 1, world: 4 })));
+        assert!(parts(Some(RankArg::Number(4)), Some(4)).share(none).unwrap_err().contains("count from 0"));
+        assert!(parts(Some(RankArg::Number(0)), None).share(none).unwrap_err().contains("--world-size"));
+        let slurm = |name: &str| {
+            let value = match name {
+                "SLURM_ARRAY_TASK_ID" => "14",
+                "SLURM_ARRAY_TASK_MIN" => "10",
+                "SLURM_ARRAY_TASK_STEP" => "2",
+                "SLURM_ARRAY_TASK_COUNT" => "5",
+                _ => return None,
+            };
+            Some(value.to_owned())
+        };
+        assert_eq!(parts(Some(RankArg::Slurm), None).share(slurm), Ok(Some(Rank { rank: 2, world: 5 })));
+        assert!(parts(Some(RankArg::Slurm), None).share(none).unwrap_err().contains("SLURM_ARRAY_TASK_ID"));
+        assert!("x".parse::<RankArg>().is_err());
     }
 }

@@ -8,11 +8,11 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
-use right_reset::cache::{CacheError, SledStore};
+use right_reset::cache::{self, CacheError, Imported, Prune, SledStore};
 use right_reset::io::IoError;
 use right_reset::model::{self, ModelError};
 use right_reset::pipeline::spec::{OnMiss, Pipeline, SpecError, SpecSources};
-use right_reset::pipeline::{self, RunError, RunOptions, Stop, cache_path};
+use right_reset::pipeline::{self, PlanOptions, RunError, RunOptions, Stop, cache_path};
 use right_reset::score::ScoreError;
 use tokio::sync::watch;
 
@@ -23,6 +23,8 @@ use args::{Args, CacheCommand, Command, Common, ModelsCommand, SchemaName};
 enum Kind {
     /// The data or the configuration is at fault.
     Fault = 1,
+    /// The command line is at fault.
+    Usage = 2,
     /// A bug.
     Bug = 70,
     /// Try again.
@@ -90,27 +92,53 @@ fn dispatch(args: Args) -> Result<(), Failure> {
     let models = model::models_dir(args.models_dir.as_deref());
     match args.command {
         Command::Run(run) => {
-            let pipeline = load(&run.common, run.output.as_deref())?;
+            let pipeline = load(&run.common, run.parts.output.as_deref())?;
+            let rank = share(&run.parts)?;
             let progress = progress::reporter(run.progress);
             let stop_after = run.stop_after.map(|d| d.0);
-            let summary = block_on(stop_after, |stop| {
+            let result = block_on(stop_after, |stop| {
                 let options = RunOptions {
                     models: models.clone(),
                     limit: run.common.limit,
-                    checksum: run.checksum,
-                    prune: run.prune,
+                    checksum: run.parts.checksum,
+                    prune: run.parts.prune,
+                    force: run.parts.force,
+                    rank,
                     recalibrate: run.recalibrate,
                     stop,
                     progress,
                 };
                 async { pipeline::run(&pipeline, options).await }
-            })?;
+            });
+            if let Some(file) = &run.metrics {
+                let code = result.as_ref().map_or_else(|failure| failure.kind as u8, |_| 0);
+                print::metrics(file, result.as_ref().ok(), code)?;
+            }
+            let summary = result?;
             print::summary(&summary);
             if let (Some(count), Some(folder)) = (run.show, pipeline.output.path.as_deref().filter(|p| *p != "-")) {
                 print::first_chunks(Path::new(folder), count)?;
             }
             Ok(())
         }
+        Command::Plan(args) => {
+            let pipeline = load(&args.common, args.parts.output.as_deref())?;
+            let rank = share(&args.parts)?;
+            let found = block_on(None, |stop| {
+                let options = PlanOptions {
+                    models: models.clone(),
+                    limit: args.common.limit,
+                    checksum: args.parts.checksum,
+                    prune: args.parts.prune,
+                    force: args.parts.force,
+                    rank,
+                    stop,
+                };
+                async { pipeline::plan(&pipeline, options).await }
+            })?;
+            print::plan(&found, args.json)
+        }
+        Command::Status { output, json } => print::status(&pipeline::status(&output)?, json),
         Command::Score(score) => {
             let pipeline = load(&score.common, None)?;
             let (documents, edges) =
@@ -149,12 +177,16 @@ fn dispatch(args: Args) -> Result<(), Failure> {
             }
         },
         Command::Cache { command, pipeline, path } => {
-            let path = match (path, pipeline) {
+            let own = match &command {
+                CacheCommand::Stats { pipeline } | CacheCommand::Verify { pipeline } | CacheCommand::Path { pipeline } => pipeline.clone(),
+                _ => None,
+            };
+            let path = match (path, own.or(pipeline)) {
                 (Some(path), _) => path,
                 (None, Some(file)) => cache_path(&Pipeline::load(&SpecSources { file, ..SpecSources::default() })?),
                 (None, None) => cache_path(&Pipeline::default()),
             };
-            cache(command, &path)
+            cache(command, &path, &models)
         }
         Command::Schema { name } => {
             let value = match name {
@@ -173,24 +205,80 @@ fn dispatch(args: Args) -> Result<(), Failure> {
     }
 }
 
-fn cache(command: CacheCommand, path: &Path) -> Result<(), Failure> {
-    if command == CacheCommand::Path {
-        println!("{}", path.display());
-        return Ok(());
+/// The share of the work that is asked for.
+fn share(parts: &args::Parts) -> Result<Option<right_reset::io::Rank>, Failure> {
+    parts.share(|name| std::env::var(name).ok()).map_err(|text| Failure { kind: Kind::Usage, text })
+}
+
+fn cache(command: CacheCommand, path: &Path, models: &Path) -> Result<(), Failure> {
+    let existing =
+        || SledStore::open_to_read(path)?.ok_or_else(|| Failure::fault(format!("there is no score cache at {}", path.display())));
+    match command {
+        CacheCommand::Path { .. } => {
+            println!("{}", path.display());
+            Ok(())
+        }
+        CacheCommand::Stats { .. } => print::json(&serde_json::to_value(existing()?.stats()?).unwrap_or_default()),
+        CacheCommand::Verify { .. } => {
+            let stats = existing()?.stats()?;
+            let records: u64 = stats.namespaces.iter().map(|n| n.records).sum();
+            println!("{records} records, {} unsound blocks", stats.unsound_blocks);
+            if stats.unsound_blocks > 0 {
+                return Err(Failure::fault("unsound blocks are never used: their documents are scored again when next met"));
+            }
+            Ok(())
+        }
+        CacheCommand::Export { file } => {
+            let (records, unsound) = cache::export(&existing()?, &file)?;
+            println!("{records} records written to {}", file.display());
+            if unsound > 0 {
+                return Err(Failure::fault(format!("{unsound} unsound records were left out; `right-reset cache compact` removes them")));
+            }
+            Ok(())
+        }
+        CacheCommand::Import { files } => imported(&cache::import(&SledStore::open(path, None)?, &files)?),
+        CacheCommand::Merge { folders } => imported(&cache::merge(&SledStore::open(path, None)?, &folders)?),
+        CacheCommand::Prune { model, readout, unused_for, dry_run } => {
+            if model.is_none() && readout.is_none() && unused_for.is_none() {
+                return Err(Failure { kind: Kind::Usage, text: "say what to remove with --model, --readout or --unused-for".into() });
+            }
+            drop(existing()?);
+            // A path stands for the name that runs use.
+            let model = model.map(|given| model::resolve(&given, models).map_or(given, |found| found.name));
+            let store = SledStore::open(path, None)?;
+            let chosen = store.to_prune(&Prune { model, kind: readout, unused_for: unused_for.map(|t| t.0) });
+            for namespace in store.stats()?.namespaces.iter().filter(|n| chosen.contains(&cache::NamespaceId(n.id))) {
+                println!("{} records of {}", namespace.records, serde_json::to_string(&namespace.namespace).unwrap_or_default());
+            }
+            if chosen.is_empty() {
+                println!("nothing to remove");
+            } else if !dry_run {
+                rewritten(store.rewrite(&chosen)?);
+            }
+            Ok(())
+        }
+        CacheCommand::Compact => {
+            drop(existing()?);
+            rewritten(SledStore::open(path, None)?.rewrite(&[])?);
+            Ok(())
+        }
     }
-    if !path.exists() {
-        return Err(Failure::fault(format!("there is no score cache at {}", path.display())));
+}
+
+fn rewritten((before, after): (u64, u64)) {
+    println!("{:.1} MiB before, {:.1} MiB now", before as f64 / 1_048_576.0, after as f64 / 1_048_576.0);
+}
+
+fn imported(all: &Imported) -> Result<(), Failure> {
+    println!("{} records taken, {} were there", all.taken, all.known);
+    let mut left: Vec<String> = all.left.iter().map(|(path, reason)| format!("{} was left: {reason}", path.display())).collect();
+    if all.unsound > 0 {
+        left.push(format!("{} unsound records were left", all.unsound));
     }
-    let stats = SledStore::open(path, None)?.stats()?;
-    if command == CacheCommand::Stats {
-        return print::json(&serde_json::to_value(&stats).unwrap_or_default());
+    if all.refused > 0 {
+        left.push(format!("{} records found no room", all.refused));
     }
-    let records: u64 = stats.namespaces.iter().map(|n| n.records).sum();
-    println!("{records} records, {} unsound blocks", stats.unsound_blocks);
-    if stats.unsound_blocks > 0 {
-        return Err(Failure::fault("unsound blocks are never used: their documents are scored again when next met"));
-    }
-    Ok(())
+    if left.is_empty() { Ok(()) } else { Err(Failure::fault(left.join("; "))) }
 }
 
 /// Loads a pipeline with overlays, settings and flags over it.

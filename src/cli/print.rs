@@ -5,9 +5,9 @@ use std::path::Path;
 
 use arrow::array::Array;
 use arrow::util::display::array_value_to_string;
-use right_reset::io::{SourceReader, TextCell, discover};
+use right_reset::io::{SourceReader, Standing, TextCell, discover, write_whole};
 use right_reset::model::{BUILT_IN, EncoderIdentity, Identity, ModelPath, Origin};
-use right_reset::pipeline::{Summary, Sweep};
+use right_reset::pipeline::{Plan, Status, Summary, Sweep};
 use tracing_subscriber::EnvFilter;
 
 use super::Failure;
@@ -79,6 +79,127 @@ pub(super) fn summary(s: &Summary) {
         ["read", "look_up", "tokenize", "score", "segment", "write"].iter().map(|stage| format!("{stage} {:.2}", get(stage))).collect();
     let memory = s.peak_memory_bytes.map_or(String::new(), |b| format!("; peak memory {} MiB", b >> 20));
     eprintln!("time       {:.2} s ({}){memory}", get("total"), stages.join(", "));
+}
+
+/// A length of time as people say it.
+fn time(seconds: f64) -> String {
+    match seconds {
+        s if s < 120.0 => format!("{s:.0} s"),
+        s if s < 7200.0 => format!("{:.0} min", s / 60.0),
+        s if s < 172_800.0 => format!("{:.1} h", s / 3600.0),
+        s => format!("{:.1} days", s / 86_400.0),
+    }
+}
+
+pub(super) fn plan(p: &Plan, as_json: bool) -> Result<(), Failure> {
+    if as_json {
+        return json(&serde_json::to_value(p).unwrap_or_default());
+    }
+    let made: u64 = p.parts_made.values().sum();
+    let why: Vec<String> = p.parts_made.iter().map(|(why, n)| format!("{n} {why}")).collect();
+    let mut text = format!(
+        "parts      {} of {} files to keep, {made} to make{}, {} to remove\n",
+        p.parts_kept,
+        p.files,
+        if why.is_empty() { String::new() } else { format!(" ({})", why.join(", ")) },
+        p.parts_removed.len()
+    );
+    if made > 0 {
+        text += &format!(
+            "rows       {} to read: {} documents in the cache, {} need no scores, {} missing, {} copies of these, {} null, empty or bad\n",
+            p.rows, p.in_cache, p.not_needed, p.missing, p.copies, p.other_rows
+        );
+    }
+    if p.missing > 0 {
+        text += &format!("scoring    about {} tokens", p.missing_tokens);
+        text += &match (p.seconds, p.tokens_per_second) {
+            (Some(seconds), Some(speed)) => format!(", {} at the {speed:.0} tokens/s of the last run\n", time(seconds)),
+            _ => "; how long it takes is not known: no run with these score settings has written to this output yet\n".into(),
+        };
+    } else {
+        text += "scoring    none\n";
+    }
+    if p.penalty_unknown {
+        text += "penalty    still to be found for segment.target_mean_tokens, so every part is to be made; up to 10,000 documents are scored for it first\n";
+    }
+    out(&text)
+}
+
+pub(super) fn status(s: &Status, as_json: bool) -> Result<(), Failure> {
+    if as_json {
+        return json(&serde_json::to_value(s).unwrap_or_default());
+    }
+    let mut text = String::new();
+    for w in &s.workers {
+        let name = w.rank.map_or("run".to_owned(), |r| format!("rank {r}"));
+        let standing = match w.standing {
+            Standing::Missing => "has not begun",
+            Standing::Running => "running",
+            Standing::Unfinished => "ended before it was done",
+            Standing::Done => "done",
+        };
+        let missing = if w.parts_missing > 0 { format!(", {} of them without their data file", w.parts_missing) } else { String::new() };
+        text += &format!("{name:<10} {standing}: {} parts{missing}, {} rows, {} chunks\n", w.parts, w.rows.read, w.chunks);
+    }
+    let r = &s.rows;
+    text += &format!(
+        "rows       {} read = {} chunked + {} empty + {} null + {} bad + {} not in the cache\n",
+        r.read, r.chunked, r.empty, r.null, r.bad, r.not_cached
+    );
+    let j = &s.summary;
+    text += &format!("chunks     {}\n", s.chunks);
+    text += &format!(
+        "last runs  {} summaries: {} documents from cache, {} scored, {} needed no scores; {} parts made, {} kept\n",
+        j.summaries, j.from_cache, j.scored, j.not_needed, j.parts_made, j.parts_kept
+    );
+    text += if s.complete { "complete\n" } else { "not complete: start what is missing again with the same command\n" };
+    out(&text)
+}
+
+/// Writes figures of a run in the Prometheus text format, for the textfile collector of its node exporter.
+pub(super) fn metrics(file: &Path, summary: Option<&Summary>, code: u8) -> Result<(), Failure> {
+    let mut text = String::new();
+    let mut gauge = |name: &str, help: &str, values: &[(&str, f64)]| {
+        text += &format!("# HELP right_reset_{name} {help}\n# TYPE right_reset_{name} gauge\n");
+        values.iter().for_each(|(labels, value)| text += &format!("right_reset_{name}{labels} {value}\n"));
+    };
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64().floor());
+    gauge("exit_code", "Exit code of the last run.", &[("", f64::from(code))]);
+    gauge("end_timestamp_seconds", "When the last run ended.", &[("", now)]);
+    if let Some(s) = summary {
+        let (rows, docs) = (&s.rows, &s.documents);
+        gauge("success_timestamp_seconds", "When the last run ended, if it was complete.", &[("", now)]);
+        let by = [
+            ("{outcome=\"chunked\"}", rows.chunked as f64),
+            ("{outcome=\"empty\"}", rows.empty as f64),
+            ("{outcome=\"null\"}", rows.null as f64),
+            ("{outcome=\"bad\"}", rows.bad as f64),
+            ("{outcome=\"not_cached\"}", rows.not_cached as f64),
+        ];
+        gauge("rows", "Rows by what became of them, parts kept included.", &by);
+        let by = [
+            ("{source=\"cache\"}", docs.from_cache as f64),
+            ("{source=\"scored\"}", docs.scored as f64),
+            ("{source=\"not_needed\"}", docs.not_needed as f64),
+        ];
+        gauge("documents", "Documents of this run by where their scores came from.", &by);
+        gauge("chunks", "Chunks of this run.", &[("", s.chunks.count as f64)]);
+        let by = [
+            ("{what=\"made\"}", s.parts_made as f64),
+            ("{what=\"kept\"}", s.parts_kept as f64),
+            ("{what=\"removed\"}", s.parts_removed as f64),
+        ];
+        gauge("parts", "Parts of this run.", &by);
+        gauge("forward_tokens", "Tokens that went through the network.", &[("", s.scoring.forward_tokens as f64)]);
+        gauge("tokens_per_second", "Document tokens per second of scoring.", &[("", s.scoring.tokens_per_second)]);
+        gauge("cache_unsound_records", "Cache records that failed their checksum.", &[("", s.cache_unsound as f64)]);
+        gauge("cache_unwritten_records", "Cache records that were not written.", &[("", s.cache_unwritten as f64)]);
+        let seconds: Vec<(String, f64)> = s.seconds.iter().map(|(stage, value)| (format!("{{stage=\"{stage}\"}}"), *value)).collect();
+        let seconds: Vec<(&str, f64)> = seconds.iter().map(|(labels, value)| (labels.as_str(), *value)).collect();
+        gauge("seconds", "Seconds by stage, summed over threads but for total.", &seconds);
+        gauge("peak_memory_bytes", "Peak resident memory.", &[("", s.peak_memory_bytes.unwrap_or(0) as f64)]);
+    }
+    Ok(write_whole(file, text.as_bytes())?)
 }
 
 /// Prints the first chunks of an output folder, whatever its format.

@@ -13,8 +13,11 @@ pub(crate) use convert::ColumnSettings;
 pub use convert::{ColumnPlan, SourceBatch, TextCell};
 pub use discover::{FileFormat, InputFile, discover};
 pub(crate) use manifest::Line as ManifestLine;
-pub use manifest::{CalibrationLine, InputState, Manifest, PartLine, RowCounts, SERVICE_DIR, file_state, hash_file};
-pub use readers::{Limits as ReadLimits, SourceReader};
+pub use manifest::{
+    CalibrationLine, InputState, KeptParts, Lines, Manifest, PartLine, Rank, RowCounts, RunLine, SERVICE_DIR, SpeedLine, Standing, Unit,
+    Why, WhyKept, WhyRemoved, file_state, hash_file, manifest_path, ranks, service_dir, standing, write_whole,
+};
+pub use readers::{Limits as ReadLimits, SourceReader, row_groups};
 pub use sink::{ChunkWriter, SinkTarget};
 
 use std::path::PathBuf;
@@ -24,7 +27,7 @@ use std::path::PathBuf;
 #[non_exhaustive]
 pub enum IoError {
     /// Reading or writing failed.
-    #[error("{path}: {source}")]
+    #[error("{path}: {source}{}", advice(.source))]
     File {
         /// The file or folder.
         path: PathBuf,
@@ -64,6 +67,16 @@ pub enum IoError {
     /// The inputs cannot be used as given.
     #[error("{0}")]
     Input(String),
+}
+
+/// What to do about an I/O error, where that can be told.
+fn advice(error: &std::io::Error) -> &'static str {
+    use std::io::ErrorKind::{FileTooLarge, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull};
+    match error.kind() {
+        StorageFull | QuotaExceeded | FileTooLarge => "; make room there and run the same command again: what is done is kept",
+        PermissionDenied | ReadOnlyFilesystem => "; mend the permissions there, or choose another place",
+        _ => "",
+    }
 }
 
 /// Turns an I/O error of `path` into an [`IoError`].

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use arrow::json::ReaderBuilder;
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder};
 use parquet::basic::Encoding;
-use parquet::file::metadata::ParquetMetaData;
+use parquet::file::metadata::{ParquetMetaData, ParquetMetaDataReader};
 use serde_json::value::RawValue;
 
 use super::convert::{ColumnPlan, ColumnSettings, SourceBatch, TextCell, assemble, bounded};
@@ -92,13 +93,14 @@ fn unpacked(mut reader: Bytes, path: &Path) -> Result<Bytes, IoError> {
 }
 
 impl SourceReader {
-    /// Opens a file. The first file of a run has no plan yet and makes it.
+    /// Opens a file to read some of its rows (an end past the last row is that of the file; only Parquet knows another). The first file of a run has no plan
+    /// yet and makes it.
     pub(crate) fn open(
         file: &InputFile,
         plan: Option<&Arc<ColumnPlan>>,
         settings: &ColumnSettings<'_>,
         limits: Limits,
-        first_row: u64,
+        rows: Range<u64>,
     ) -> Result<Self, IoError> {
         let path = file.path.clone();
         let (handle, reader, format) = open(file)?;
@@ -117,11 +119,17 @@ impl SourceReader {
                     builder.parquet_schema(),
                     builder.schema().fields().iter().enumerate().filter(|(_, f)| names.contains(&f.name().as_str())).map(|(i, _)| i),
                 );
-                let rows = batch_rows(builder.metadata(), &names);
-                let total = builder.metadata().file_metadata().num_rows().max(0) as u64;
-                let skip = first_row.min(total);
-                let reader = builder.with_projection(mask).with_batch_size(rows).with_offset(skip as usize).build().map_err(|e| bad(&e))?;
-                (plan, Inner::Parquet { reader, next: skip })
+                let batch = batch_rows(builder.metadata(), &names);
+                let groups = groups_of(builder.metadata());
+                // Only the row groups that hold wanted rows are opened.
+                let wanted: Vec<usize> = (0..groups.len()).filter(|&g| groups[g].end > rows.start && groups[g].start < rows.end).collect();
+                let begin = wanted.first().map_or(rows.start, |&g| groups[g].start);
+                let next = rows.start.max(begin);
+                let end = groups.last().map_or(0, |g| g.end).min(rows.end);
+                let builder =
+                    builder.with_projection(mask).with_batch_size(batch).with_row_groups(wanted).with_offset((next - begin) as usize);
+                let reader = builder.with_limit(end.saturating_sub(next) as usize).build().map_err(|e| bad(&e))?;
+                (plan, Inner::Parquet { reader, next })
             }
             (FileFormat::Arrow, handle) => {
                 let bad = format_error(&path, "Arrow IPC");
@@ -138,7 +146,7 @@ impl SourceReader {
             }
             (_, _) => (plan_for(None)?, Inner::Jsonl { reader: unpacked(reader, &path)?, line: 0, started: false }),
         };
-        Ok(Self { path, plan, limits, skip_until: first_row, inner })
+        Ok(Self { path, plan, limits, skip_until: rows.start, inner })
     }
 
     /// Opens a file to read a text column and some others, none of them typed beforehand.
@@ -149,7 +157,7 @@ impl SourceReader {
         let others: Vec<String> = others.iter().map(|c| (*c).to_owned()).collect();
         let columns = Default::default();
         let settings = ColumnSettings { text, id: None, count: None, pass_through: Some(&others), columns: &columns };
-        Self::open(file, None, &settings, Limits { document: u64::MAX, line: u64::MAX }, 0)
+        Self::open(file, None, &settings, Limits { document: u64::MAX, line: u64::MAX }, 0..u64::MAX)
     }
 
     /// The columns it gives.
@@ -227,6 +235,25 @@ impl SourceReader {
             }
         }
     }
+}
+
+/// Physical rows of each row group.
+fn groups_of(metadata: &ParquetMetaData) -> Vec<Range<u64>> {
+    let rows = metadata.row_groups().iter().map(|group| group.num_rows().max(0) as u64);
+    rows.scan(0, |start, rows| Some(std::mem::replace(start, *start + rows)..*start)).collect()
+}
+
+/// Physical rows of each row group of a Parquet file; none of a file of another format.
+///
+/// # Errors
+/// [`IoError`] if it cannot be read.
+pub fn row_groups(file: &InputFile) -> Result<Vec<Range<u64>>, IoError> {
+    if file.format != Some(FileFormat::Parquet) || file.is_stdin() {
+        return Ok(Vec::new());
+    }
+    let handle = File::open(&file.path).map_err(at(&file.path))?;
+    let metadata = ParquetMetaDataReader::new().parse_and_finish(&handle).map_err(|e| format_error(&file.path, "Parquet")(&e))?;
+    Ok(groups_of(&metadata))
 }
 
 /// Rows of a Parquet batch: as many as make about [`BATCH_BYTES`], from the metadata of the largest row group.
@@ -391,7 +418,7 @@ mod tests {
         let pass: Vec<String> = pass.iter().map(|p| (*p).into()).collect();
         let settings = ColumnSettings { text: "text", id, count: None, pass_through: Some(&pass), columns: &columns };
         let limits = Limits { document: 20, line: 60 };
-        let mut reader = SourceReader::open(&file, None, &settings, limits, first).unwrap();
+        let mut reader = SourceReader::open(&file, None, &settings, limits, first..u64::MAX).unwrap();
         std::iter::from_fn(|| reader.next_batch().unwrap()).collect()
     }
 

@@ -13,9 +13,9 @@ use arrow::ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
 use arrow::json::WriterBuilder;
 use arrow::json::writer::{LineDelimited, Writer};
 use parquet::arrow::ArrowWriter;
-use parquet::basic::{Compression as ParquetCompression, ZstdLevel};
+use parquet::basic::{Compression as ParquetCompression, Encoding, ZstdLevel};
 use parquet::file::metadata::KeyValue;
-use parquet::file::properties::WriterProperties;
+use parquet::file::properties::{EnabledStatistics, WriterProperties};
 
 use super::{IoError, at};
 use crate::pipeline::spec::{Compression, OutputFormat};
@@ -63,6 +63,40 @@ impl Write for Out {
     }
 }
 
+/// What a format's writer says.
+enum WriteError {
+    Io(std::io::Error),
+    Other(String),
+}
+
+impl From<parquet::errors::ParquetError> for WriteError {
+    fn from(error: parquet::errors::ParquetError) -> Self {
+        match error {
+            parquet::errors::ParquetError::External(inner) => match inner.downcast::<std::io::Error>() {
+                Ok(io) => Self::Io(*io),
+                Err(other) => Self::Other(other.to_string()),
+            },
+            other => Self::Other(other.to_string()),
+        }
+    }
+}
+
+impl From<arrow::error::ArrowError> for WriteError {
+    fn from(error: arrow::error::ArrowError) -> Self {
+        match error {
+            arrow::error::ArrowError::IoError(_, io) => Self::Io(io),
+            other => Self::Other(other.to_string()),
+        }
+    }
+}
+
+fn failed(path: &Path, error: impl Into<WriteError>) -> IoError {
+    match error.into() {
+        WriteError::Io(io) => at(path)(io),
+        WriteError::Other(reason) => IoError::Format { path: path.to_owned(), format: "output", reason },
+    }
+}
+
 /// Writes record batches of one schema, gathered into writes of a fixed number of rows.
 pub struct ChunkWriter {
     path: PathBuf,
@@ -87,15 +121,14 @@ impl ChunkWriter {
             }
             SinkTarget::Stdout => (PathBuf::from("-"), Out::Stdout(BufWriter::new(std::io::stdout())), true),
         };
-        let fail = |e: &dyn std::fmt::Display| IoError::Format { path: path.clone(), format: "output", reason: e.to_string() };
         let ipc = || {
             let kind = (compression == Compression::Zstd).then_some(CompressionType::ZSTD);
-            IpcWriteOptions::default().try_with_compression(kind).map_err(|e| fail(&e))
+            IpcWriteOptions::default().try_with_compression(kind).map_err(|e| failed(&path, e))
         };
         let inner = match format {
             OutputFormat::Jsonl => Inner::Jsonl(WriterBuilder::new().with_explicit_nulls(true).build(out)),
-            _ if stream => Inner::ArrowStream(StreamWriter::try_new_with_options(out, schema, ipc()?).map_err(|e| fail(&e))?),
-            OutputFormat::Arrow => Inner::ArrowFile(FileWriter::try_new_with_options(out, schema, ipc()?).map_err(|e| fail(&e))?),
+            _ if stream => Inner::ArrowStream(StreamWriter::try_new_with_options(out, schema, ipc()?).map_err(|e| failed(&path, e))?),
+            OutputFormat::Arrow => Inner::ArrowFile(FileWriter::try_new_with_options(out, schema, ipc()?).map_err(|e| failed(&path, e))?),
             OutputFormat::Parquet => {
                 let codec = match compression {
                     Compression::Zstd => ParquetCompression::ZSTD(ZstdLevel::default()),
@@ -104,13 +137,34 @@ impl ChunkWriter {
                 };
                 let mut words: Vec<KeyValue> = schema.metadata().iter().map(|(k, v)| KeyValue::new(k.clone(), v.clone())).collect();
                 words.sort_by(|a, b| a.key.cmp(&b.key));
-                let properties = WriterProperties::builder()
+                let mut properties = WriterProperties::builder();
+                // Values that hardly repeat are not worth a dictionary, nor are bounds of text worth their bytes.
+                for name in [
+                    "chunk_id",
+                    "text",
+                    "byte_start",
+                    "byte_end",
+                    "char_start",
+                    "char_end",
+                    "cut_score",
+                    "cut_damage",
+                    "cut_damage_per_token",
+                ] {
+                    properties = properties.set_column_dictionary_enabled(name.into(), false);
+                }
+                for name in ["byte_start", "byte_end", "char_start", "char_end"] {
+                    properties = properties.set_column_encoding(name.into(), Encoding::DELTA_BINARY_PACKED);
+                }
+                for name in ["chunk_id", "text"] {
+                    properties = properties.set_column_statistics_enabled(name.into(), EnabledStatistics::None);
+                }
+                let properties = properties
                     .set_key_value_metadata(Some(words))
                     .set_compression(codec)
                     .set_created_by("right-reset".into())
                     .set_max_row_group_row_count(Some(1 << 20))
                     .build();
-                Inner::Parquet(Box::new(ArrowWriter::try_new(out, Arc::clone(schema), Some(properties)).map_err(|e| fail(&e))?))
+                Inner::Parquet(Box::new(ArrowWriter::try_new(out, Arc::clone(schema), Some(properties)).map_err(|e| failed(&path, e))?))
             }
         };
         let schema = Arc::clone(schema);
@@ -144,28 +198,28 @@ impl ChunkWriter {
         Ok(())
     }
 
-    fn fail(&self, e: &dyn std::fmt::Display) -> IoError {
-        IoError::Format { path: self.path.clone(), format: "output", reason: e.to_string() }
+    fn fail(&self, e: impl Into<WriteError>) -> IoError {
+        failed(&self.path, e)
     }
 
     fn write_waiting(&mut self) -> Result<(), IoError> {
         if self.waiting_rows == 0 {
             return Ok(());
         }
-        let batch = concat_batches(&self.schema, &self.waiting).map_err(|e| self.fail(&e))?;
+        let batch = concat_batches(&self.schema, &self.waiting).map_err(|e| self.fail(e))?;
         self.waiting.clear();
         (self.waiting_rows, self.waiting_bytes) = (0, 0);
         let written = match &mut self.inner {
             Inner::Parquet(writer) => {
                 let result = writer.write(&batch);
                 if result.is_ok() && writer.in_progress_size() >= ROW_GROUP_BYTES { writer.flush() } else { result }
-                    .map_err(|e| e.to_string())
+                    .map_err(WriteError::from)
             }
-            Inner::ArrowFile(writer) => writer.write(&batch).map_err(|e| e.to_string()),
-            Inner::ArrowStream(writer) => writer.write(&batch).map_err(|e| e.to_string()),
-            Inner::Jsonl(writer) => writer.write(&batch).map_err(|e| e.to_string()),
+            Inner::ArrowFile(writer) => writer.write(&batch).map_err(WriteError::from),
+            Inner::ArrowStream(writer) => writer.write(&batch).map_err(WriteError::from),
+            Inner::Jsonl(writer) => writer.write(&batch).map_err(WriteError::from),
         };
-        written.map_err(|e| self.fail(&e))
+        written.map_err(|e| self.fail(e))
     }
 
     /// Writes what is left and the end of the format; a file is synced.
@@ -175,19 +229,18 @@ impl ChunkWriter {
     pub fn finish(mut self) -> Result<(), IoError> {
         self.write_waiting()?;
         let path = self.path.clone();
-        let fail = |e: &dyn std::fmt::Display| IoError::Format { path: path.clone(), format: "output", reason: e.to_string() };
         let out = match self.inner {
-            Inner::Parquet(writer) => writer.into_inner().map_err(|e| fail(&e))?,
+            Inner::Parquet(writer) => writer.into_inner().map_err(|e| failed(&path, e))?,
             Inner::ArrowFile(mut writer) => {
-                writer.finish().map_err(|e| fail(&e))?;
-                writer.into_inner().map_err(|e| fail(&e))?
+                writer.finish().map_err(|e| failed(&path, e))?;
+                writer.into_inner().map_err(|e| failed(&path, e))?
             }
             Inner::ArrowStream(mut writer) => {
-                writer.finish().map_err(|e| fail(&e))?;
-                writer.into_inner().map_err(|e| fail(&e))?
+                writer.finish().map_err(|e| failed(&path, e))?;
+                writer.into_inner().map_err(|e| failed(&path, e))?
             }
             Inner::Jsonl(mut writer) => {
-                writer.finish().map_err(|e| fail(&e))?;
+                writer.finish().map_err(|e| failed(&path, e))?;
                 writer.into_inner()
             }
         };

@@ -12,8 +12,10 @@ use arrow::datatypes::{DataType, Field, Schema, SchemaRef};
 use super::documents::Scored;
 use super::spec::{Objective, Pipeline};
 use crate::io::{ColumnPlan, IoError, SourceBatch, TextCell};
-use crate::score::{Curve, Knots, Readout};
-use crate::segment::{Cut, Limits, SegmentError, Segmentation, fixed_count, fixed_damage, open_count, open_damage};
+use crate::score::{Knots, Readout};
+use crate::segment::{
+    Cut, Limits, SegmentError, Segmentation, fixed_count, fixed_damage, open_count, open_counts, open_damage, open_damages,
+};
 
 /// Names of the columns that every output has, in order, `source_file` and `source_row` only with provenance. With several readouts a column
 /// `cut_<readout>` for each follows `cut_utility`; with chunk damage as the objective, `cut_damage` and `cut_damage_per_token` come next.
@@ -90,29 +92,29 @@ impl Judge {
 }
 
 /// The edges a program may cut at, and what it knows of them.
-pub(super) struct Prepared {
+pub(super) struct Prepared<'a> {
     /// Index of each cut into the document's edges.
     index: Vec<usize>,
     cuts: Vec<Cut>,
     tokens: u32,
-    damages: Option<Damages>,
+    damages: Option<Damages<'a>>,
 }
 
 /// The curve of each cut, and for how many tokens it was scored.
-struct Damages {
-    knots: Arc<Knots>,
-    curves: Vec<(Curve, u32)>,
+struct Damages<'a> {
+    knots: &'a Knots,
+    curves: Vec<(&'a [f32], u32)>,
 }
 
-impl Damages {
+impl Damages<'_> {
     fn of(&self, cut: usize, len: u32) -> f64 {
-        let (curve, m) = &self.curves[cut];
-        self.knots.damage(curve, *m, len)
+        let (curve, m) = self.curves[cut];
+        self.knots.damage(curve, m, len)
     }
 }
 
-impl Prepared {
-    pub(super) fn new(document: &Scored, judge: &Judge) -> Self {
+impl<'a> Prepared<'a> {
+    pub(super) fn new(document: &'a Scored, judge: &'a Judge) -> Self {
         let tokens = document.tokens;
         if document.scores.is_none() {
             return Self { index: Vec::new(), cuts: Vec::new(), tokens, damages: None };
@@ -130,7 +132,7 @@ impl Prepared {
             })
             .collect();
         let scored = |i: usize| match (judge, lr) {
-            (Judge::Damage(_), Some(lr)) => lr.curves.get(number[i]).is_some_and(|c| !c.is_empty()),
+            (Judge::Damage(_), Some(lr)) => !lr.curves.get(number[i]).is_empty(),
             _ => !utility(i).is_nan(),
         };
         let index: Vec<usize> = (0..document.edges.len()).filter(|&i| !document.edges[i].is_candidate() || scored(i)).collect();
@@ -138,10 +140,10 @@ impl Prepared {
         let damages = match (judge, lr) {
             (Judge::Damage(knots), Some(lr)) => {
                 let curve = |&i: &usize| match document.edges[i].is_candidate() {
-                    true => (lr.curves[number[i]].clone(), lr.reach[number[i]].min(tokens - document.edges[i].token.0)),
-                    false => (Curve::new(), 0),
+                    true => (lr.curves.get(number[i]), lr.reach[number[i]].min(tokens - document.edges[i].token.0)),
+                    false => (&[][..], 0),
                 };
-                Some(Damages { knots: Arc::clone(knots), curves: index.iter().map(curve).collect() })
+                Some(Damages { knots, curves: index.iter().map(curve).collect() })
             }
             _ => None,
         };
@@ -154,6 +156,19 @@ impl Prepared {
             None => open_count(&self.cuts, self.tokens, limits, penalty),
             Some(damages) => open_damage(&self.cuts, self.tokens, limits, penalty, |i, len| damages.of(i, len)),
         }
+    }
+
+    /// The lengths in tokens of the chunks at each penalty, and whether a limit gave way.
+    pub(super) fn sweep(&self, limits: &Limits, penalties: &[f64]) -> Vec<(Vec<u32>, bool)> {
+        let solved = match &self.damages {
+            None => open_counts(&self.cuts, self.tokens, limits, penalties),
+            Some(damages) => open_damages(&self.cuts, self.tokens, limits, penalties, |i, len| damages.of(i, len)),
+        };
+        let lengths = |s: &Segmentation| {
+            let ends = s.cuts.iter().map(|&c| self.cuts[c].token).chain([self.tokens]);
+            ends.scan(0, |start, end| Some(end - std::mem::replace(start, end))).collect()
+        };
+        solved.iter().map(|s| (lengths(s), s.limits_relaxed())).collect()
     }
 
     pub(super) fn segment(&self, document: &Scored, limits: &Limits, cutting: Cutting) -> Result<Chunks, SegmentError> {

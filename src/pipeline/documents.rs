@@ -17,7 +17,7 @@ use crate::io::{SourceBatch, TextCell};
 use crate::model::ops::Device;
 use crate::model::{self, Encoder, EncoderIdentity, Identity, Load, ModelError, ModelPath, Tap};
 use crate::score::{
-    Curve, Document, EMBED_TOKENS, EmbeddingBoundary, Engine, EngineOptions, EngineStats, KERNEL_REVISION, Knots, Positions, Prefix,
+    Curves, Document, EMBED_TOKENS, EmbeddingBoundary, Engine, EngineOptions, EngineStats, KERNEL_REVISION, Knots, Positions, Prefix,
     Readout, Readouts, ScoreError, ScoreSpec, Stage, reach, sides,
 };
 use crate::segment::Limits;
@@ -175,6 +175,22 @@ impl Scorer {
     /// # Errors
     /// [`RunError`] if the model is missing, the cache is locked, or settings do not fit the model.
     pub fn new(pipeline: &Pipeline, models: &std::path::Path) -> Result<Self, RunError> {
+        Self::with_store(pipeline, models, |path| Ok(Arc::new(SledStore::open(path, pipeline.cache.max_bytes)?)))
+    }
+
+    /// The same, to look documents up alone: the cache is not made if there is none, and nothing is written to it.
+    pub(super) fn to_look(pipeline: &Pipeline, models: &std::path::Path) -> Result<Self, RunError> {
+        Self::with_store(pipeline, models, |path| match SledStore::open_to_read(path)? {
+            Some(store) => Ok(Arc::new(store)),
+            None => Ok(Arc::new(NoStore)),
+        })
+    }
+
+    fn with_store(
+        pipeline: &Pipeline,
+        models: &std::path::Path,
+        open: impl FnOnce(&std::path::Path) -> Result<Arc<dyn ScoreStore>, RunError>,
+    ) -> Result<Self, RunError> {
         let model = model::resolve(&pipeline.model.name, models)?;
         let identity = model::identity(&model.path, &models.join(".identities"))?;
         if identity.tokenizer_hash.is_empty() {
@@ -195,7 +211,7 @@ impl Scorer {
         let policy = EdgePolicy { grid: pipeline.edges.grid, sentence_ends: pipeline.edges.sentence_ends };
         let path = cache_path(pipeline);
         let store: Arc<dyn ScoreStore> = match pipeline.cache.mode {
-            CacheMode::On => Arc::new(SledStore::open(&path, pipeline.cache.max_bytes)?),
+            CacheMode::On => open(&path)?,
             CacheMode::Off => Arc::new(NoStore),
         };
         let edges = Namespace::new("edges", edge_fields(&identity, policy));
@@ -214,6 +230,9 @@ impl Scorer {
             wanted.extend(serving.iter().map(|s| s.0));
             keys.push(scores.hash());
             served_by.push((readout, serving));
+        }
+        for id in std::iter::once(edges_namespace).chain(served_by.iter().map(|(_, serving)| serving[0].0)) {
+            store.used(id, &model.name)?;
         }
         let threads = pipeline
             .model
@@ -476,7 +495,7 @@ impl Scorer {
     }
 
     /// Curves as the pipeline's stages give them: of those that go further (`longer` is their window) the rest is cut off.
-    fn fitted(&self, readout: Readout, mut curves: Vec<Curve>, longer: Option<u32>, after: &[u32]) -> ReadoutCurves {
+    fn fitted(&self, readout: Readout, mut curves: Curves, longer: Option<u32>, after: &[u32]) -> ReadoutCurves {
         let s = &self.settings;
         if readout == Readout::Embed {
             return ReadoutCurves { readout, reach: vec![s.window; curves.len()], curves };
@@ -484,11 +503,11 @@ impl Scorer {
         let reach = reach(&s.stages, s.window, s.skip, &curves, after);
         if let Some(longer) = longer {
             let knots = Knots::new(longer, s.skip);
-            for ((curve, &reach), &after) in curves.iter_mut().zip(&reach).zip(after) {
-                if reach < after.min(longer) {
-                    curve.truncate(knots.kept(reach));
-                }
-            }
+            let cut = |((curve, &reach), &after): ((&[f32], &u32), &u32)| {
+                let kept = if reach < after.min(longer) { knots.kept(reach).min(curve.len()) } else { curve.len() };
+                curve[..kept].to_vec()
+            };
+            curves = curves.iter().zip(&reach).zip(after).map(cut).collect();
         }
         ReadoutCurves { readout, curves, reach }
     }
@@ -599,9 +618,9 @@ impl Scorer {
             let curves = match known {
                 Some(known) => known,
                 None => {
-                    let curves: Vec<Curve> = match readout {
-                        Readout::Embed => embedded.iter().map(|&value| vec![value]).collect(),
-                        _ => scored.iter().map(|curves| curves.get(*readout).to_vec()).collect(),
+                    let curves: Curves = match readout {
+                        Readout::Embed => embedded.iter().map(|&value| [value]).collect(),
+                        _ => scored.iter().map(|curves| curves.get(*readout).iter().copied()).collect(),
                     };
                     self.store.insert(&hash, serving[0].0, &encode_curves(&curves))?;
                     self.fitted(*readout, curves, None, &tokens_after(&edges))

@@ -89,7 +89,7 @@ pub async fn export_edges(
     let mut writer = ChunkWriter::create(SinkTarget::File(temporary.clone()), &schema, format, Compression::Zstd)?;
 
     let names: Arc<Vec<String>> = Arc::new(files.iter().map(|f| f.relative.clone()).collect());
-    let options = FeedOptions { files, plan: Arc::clone(&plan), kept: Default::default(), limit, checksum: false, hash: false };
+    let options = FeedOptions { files, plan: Arc::clone(&plan), kept: Default::default(), rank: None, limit, checksum: false, hash: false };
     let events = spawn_feed(pipeline, options, Some(first), &Arc::new(AtomicU64::new(0)));
     let on_bad = pipeline.input.on_bad_row;
     let (sides, readouts) = (scorer.threads() + 1, Arc::new(readouts));
@@ -182,7 +182,7 @@ fn edge_rows(
             for (r, (single, lists)) in single.iter_mut().zip(&mut lists).enumerate() {
                 let score = document.by_readout.get(r).and_then(|values| values.get(i)).copied();
                 single.append_option(score.filter(|s| !s.is_nan()));
-                let curve = document.curves.get(r).and_then(|of| of.curves.get(candidate)).filter(|c| !c.is_empty());
+                let curve = document.curves.get(r).map(|of| of.curves.get(candidate)).filter(|c| !c.is_empty());
                 lists.append_option(curve.map(|c| c.iter().copied().map(Some)));
             }
         }

@@ -1,6 +1,7 @@
 //! The reader thread: files, parts and batches, in order.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -10,7 +11,8 @@ use tokio::sync::mpsc;
 use super::RunError;
 use super::spec::{InputFormat, PassThrough, PassThroughWord, Pipeline};
 use crate::io::{
-    ColumnPlan, ColumnSettings, FileFormat, InputFile, InputState, PartLine, ReadLimits, SourceBatch, SourceReader, file_state, hash_file,
+    ColumnPlan, ColumnSettings, FileFormat, InputFile, InputState, PartLine, Rank, ReadLimits, SourceBatch, SourceReader, Unit, WhyKept,
+    file_state, hash_file, row_groups,
 };
 
 /// A part ends after this many rows, or this many bytes of text.
@@ -23,8 +25,12 @@ pub(super) enum Event {
     Rows(usize, SourceBatch),
     /// The part that the rows since the last end belong to is complete.
     PartEnd(PartEnd),
-    /// Committed parts of a file that need not be made again, and whether their lines must be written anew.
-    Kept(Vec<PartLine>, bool),
+    /// Committed parts of one input or row group that need not be made again, why, and whether their lines must be written anew.
+    Kept(Vec<PartLine>, WhyKept, bool),
+    /// A file is done.
+    FileEnd,
+    /// All files are done. Without it, something is missing.
+    End,
     /// Reading failed.
     Failed(RunError),
 }
@@ -32,6 +38,7 @@ pub(super) enum Event {
 /// A complete part.
 pub(super) struct PartEnd {
     pub(super) file: usize,
+    pub(super) unit: Option<u32>,
     pub(super) part: u32,
     pub(super) first_row: u64,
     pub(super) end_row: u64,
@@ -43,8 +50,10 @@ pub(super) struct PartEnd {
 pub(super) struct FeedOptions {
     pub(super) files: Vec<InputFile>,
     pub(super) plan: Arc<ColumnPlan>,
-    /// Committed parts by relative path.
-    pub(super) kept: HashMap<String, Vec<PartLine>>,
+    /// Committed parts.
+    pub(super) kept: HashMap<Unit, Vec<PartLine>>,
+    /// Whose share of the input is read, if not all.
+    pub(super) rank: Option<Rank>,
     /// Rows to read at most.
     pub(super) limit: Option<u64>,
     /// Hash files whose size and time are unchanged.
@@ -107,16 +116,26 @@ pub(super) fn read_limits(pipeline: &Pipeline) -> ReadLimits {
 /// Opens the first file, which fixes the columns of the whole run.
 pub(super) fn open_first(pipeline: &Pipeline, files: &[InputFile]) -> Result<SourceReader, RunError> {
     let columns = Columns::new(pipeline);
-    Ok(SourceReader::open(&files[0], None, &columns.settings(), read_limits(pipeline), 0)?)
+    Ok(SourceReader::open(&files[0], None, &columns.settings(), read_limits(pipeline), 0..u64::MAX)?)
 }
 
 /// Reads all files and sends events until done or until nobody listens. `first` is the already open first file.
 pub(super) fn feed(pipeline: &Pipeline, options: FeedOptions, first: Option<SourceReader>, busy_ns: &AtomicU64, out: &mpsc::Sender<Event>) {
-    let mut feeder = Feeder { pipeline, columns: Columns::new(pipeline), options, first, busy_ns, out, read: 0 };
-    if let Err(Some(error)) = feeder.all() {
-        // Nobody listens any more: the run has ended another way.
-        let _ = out.blocking_send(Event::Failed(error));
-    }
+    let mut feeder = Feeder { pipeline, columns: Columns::new(pipeline), options, first, busy_ns, out, read: 0, current: None };
+    // The decoders of the formats are not ours: what they do not expect in a damaged file must not look like its end.
+    let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| feeder.all()));
+    let last = match ended {
+        Ok(Ok(())) => Event::End,
+        Ok(Err(None)) => return,
+        Ok(Err(Some(error))) => Event::Failed(error),
+        Err(_) => {
+            let path = feeder.current.clone().unwrap_or_default();
+            let reason = "its decoder gave up on it; the file is damaged".to_owned();
+            Event::Failed(crate::io::IoError::Format { path, format: "what it should be", reason }.into())
+        }
+    };
+    // Nobody listens any more: the run has ended another way.
+    let _ = out.blocking_send(last);
 }
 
 struct Feeder<'a> {
@@ -128,6 +147,8 @@ struct Feeder<'a> {
     out: &'a mpsc::Sender<Event>,
     /// Rows read or kept.
     read: u64,
+    /// The file at hand.
+    current: Option<std::path::PathBuf>,
 }
 
 /// An error to report, or `None`: nobody listens.
@@ -154,37 +175,72 @@ impl Feeder<'_> {
 
     fn file(&mut self, index: usize) -> Result<(), Ended> {
         let file = self.options.files[index].clone();
-        let mut state = InputState { size: 0, modified_ns: 0, blake3: String::new() };
-        let mut kept = self.options.kept.remove(&file.relative).unwrap_or_default();
-        if self.options.hash && !file.is_stdin() {
-            state = file_state(&file.path).map_err(|e| Some(e.into()))?;
-            let old = kept.first().map(|p| p.state.clone());
-            let trusted = old.as_ref().is_some_and(|o| o.size == state.size && o.modified_ns == state.modified_ns);
-            if trusted && !self.options.checksum {
-                state = old.unwrap_or(state);
-            } else {
-                state.blake3 = hash_file(&file.path).map_err(|e| Some(e.into()))?;
-                if old.is_some_and(|o| o.blake3 != state.blake3) {
-                    kept.clear();
-                }
+        self.current = Some(file.path.clone());
+        let units: Vec<(Option<u32>, Range<u64>)> = match self.options.rank {
+            None => vec![(None, 0..u64::MAX)],
+            Some(rank) => {
+                let groups = row_groups(&file).map_err(|e| Some(e.into()))?;
+                let units = if groups.is_empty() { vec![0..u64::MAX] } else { groups };
+                let numbered = units.into_iter().enumerate().map(|(unit, rows)| (Some(unit as u32), rows));
+                numbered.filter(|(unit, _)| unit.is_some_and(|u| rank.owns(&file.relative, u))).collect()
             }
-            let refresh = kept.iter().any(|p| p.state != state);
-            kept.iter_mut().for_each(|p| p.state = state.clone());
-            if !kept.is_empty() {
-                self.send(Event::Kept(kept.clone(), refresh))?;
+        };
+        let mut state: Option<InputState> = None;
+        for (unit, rows) in units {
+            if self.left() == Some(0) {
+                return Ok(());
             }
-        } else {
+            self.unit(index, &file, unit, rows, &mut state)?;
+        }
+        self.first = None;
+        self.send(Event::FileEnd)
+    }
+
+    /// The file as it is now, hashed unless it can be trusted to be what it was.
+    fn state(&self, file: &InputFile, old: Option<&InputState>) -> Result<InputState, Ended> {
+        let mut state = file_state(&file.path).map_err(|e| Some(e.into()))?;
+        match old.filter(|o| o.size == state.size && o.modified_ns == state.modified_ns && !self.options.checksum) {
+            Some(old) => state = old.clone(),
+            None => state.blake3 = hash_file(&file.path).map_err(|e| Some(e.into()))?,
+        }
+        Ok(state)
+    }
+
+    fn unit(
+        &mut self,
+        index: usize,
+        file: &InputFile,
+        unit: Option<u32>,
+        rows: Range<u64>,
+        known: &mut Option<InputState>,
+    ) -> Result<(), Ended> {
+        let mut kept = self.options.kept.remove(&(file.relative.clone(), unit)).unwrap_or_default();
+        let hashed = self.options.hash && !file.is_stdin();
+        if !hashed {
             kept.clear();
         }
+        let state = match known {
+            Some(state) => state.clone(),
+            None if hashed => known.insert(self.state(file, kept.first().map(|p| &p.state))?).clone(),
+            None => InputState { size: 0, modified_ns: 0, blake3: String::new() },
+        };
+        if kept.first().is_some_and(|p| p.state.blake3 != state.blake3) {
+            kept.clear();
+        }
+        if !kept.is_empty() {
+            let refresh = kept.iter().any(|p| p.state != state);
+            let why = if refresh || self.options.checksum { WhyKept::SameBytes } else { WhyKept::SameTime };
+            kept.iter_mut().for_each(|p| p.state = state.clone());
+            self.send(Event::Kept(kept.clone(), why, refresh))?;
+        }
         self.read += kept.iter().map(|p| p.rows.read).sum::<u64>();
-        let (mut part, mut row, done) = kept.last().map_or((0, 0, false), |p| (p.part + 1, p.end_row, p.last));
-        let first = self.first.take();
+        let (mut part, mut row, done) = kept.last().map_or((0, rows.start, false), |p| (p.part + 1, p.end_row, p.last));
         if done || self.left() == Some(0) {
             return Ok(());
         }
-        let mut reader = match first.filter(|_| row == 0) {
+        let mut reader = match self.first.take().filter(|_| row == 0 && unit.is_none()) {
             Some(reader) => reader,
-            None => SourceReader::open(&file, Some(&self.options.plan), &self.columns.settings(), read_limits(self.pipeline), row)
+            None => SourceReader::open(file, Some(&self.options.plan), &self.columns.settings(), read_limits(self.pipeline), row..rows.end)
                 .map_err(|e| Some(e.into()))?,
         };
         let mut waiting = self.next(&mut reader)?;
@@ -216,14 +272,14 @@ impl Feeder<'_> {
                 }
             }
             let last = waiting.is_none();
-            if self.options.hash && !file.is_stdin() {
+            if hashed {
                 let now = file_state(&file.path).map_err(|e| Some(e.into()))?;
                 if (now.size, now.modified_ns) != (state.size, state.modified_ns) {
                     let text = format!("{} changed while it was read; run again when it is complete", file.path.display());
                     return Err(Some(crate::io::IoError::Input(text).into()));
                 }
             }
-            self.send(Event::PartEnd(PartEnd { file: index, part, first_row, end_row: row, last, state: state.clone() }))?;
+            self.send(Event::PartEnd(PartEnd { file: index, unit, part, first_row, end_row: row, last, state: state.clone() }))?;
             part += 1;
             if last {
                 return Ok(());

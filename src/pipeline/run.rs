@@ -1,7 +1,6 @@
 //! A run: input files to an output folder or to standard output.
 
-use std::collections::{BTreeMap, HashMap};
-use std::io::Write;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,16 +11,19 @@ use tokio::sync::{mpsc, watch};
 
 use super::RunError;
 use super::chunks::{Judge, Prepared};
-use super::documents::{DocState, Need, Scorer};
+use super::documents::{DocState, Need, Scorer, cache_path};
 use super::feed::{Event, FeedOptions, PartEnd, feed, forced_format, open_first};
 use super::operator::{CutBatch, Operator, limits};
 use super::spec::{CacheMode, OnBadRow, OnMiss, Pipeline};
 use super::summary::{Lengths, Summary, peak_memory};
 use crate::io::{
-    CalibrationLine, ChunkWriter, ColumnPlan, InputFile, IoError, Manifest, PartLine, RowCounts, SERVICE_DIR, SinkTarget, TextCell, at,
-    discover,
+    CalibrationLine, ChunkWriter, ColumnPlan, InputFile, IoError, KeptParts, Manifest, PartLine, Rank, RowCounts, RunLine, SinkTarget,
+    SpeedLine, TextCell, Why, at, discover, write_whole,
 };
 use crate::segment::calibrate;
+
+/// Time after which scores are made durable although no part is complete.
+const FLUSH_EVERY: Duration = Duration::from_secs(2);
 
 /// Documents that a penalty is calibrated on at most.
 const SAMPLE: usize = 10_000;
@@ -76,6 +78,10 @@ pub struct RunOptions {
     pub checksum: bool,
     /// Remove the parts of inputs that are no longer listed.
     pub prune: bool,
+    /// Make every part again; scores still come from the cache.
+    pub force: bool,
+    /// Whose share of the work this is, if several processes share it. Each has a cache and a manifest of its own.
+    pub rank: Option<Rank>,
     /// Find the penalty of `target_mean_tokens` anew.
     pub recalibrate: bool,
     /// Changes to `Some` when the run shall stop.
@@ -96,8 +102,10 @@ pub async fn run(pipeline: &Pipeline, options: RunOptions) -> Result<Summary, Ru
         pipeline.output.path.clone().ok_or_else(|| IoError::Input("no output: set output.path in the pipeline or give --output".into()))?;
     let folder = (target != "-").then(|| PathBuf::from(&target));
     let files = discover(&pipeline.input.paths, forced_format(pipeline), folder.as_deref())?;
+    let pipeline = &of_rank(pipeline, options.rank, &files)?;
     let scorer = Arc::new(Scorer::new(pipeline, &options.models)?);
-    let mut manifest = folder.as_deref().map(Manifest::open).transpose()?;
+    let mut manifest = folder.as_deref().map(|f| Manifest::open(f, options.rank)).transpose()?;
+    tracing::info!(event = "run_started", files = files.len(), output = target, rank = options.rank.map(|r| r.rank));
     let first = open_first(pipeline, &files)?;
     let plan = Arc::clone(first.plan());
 
@@ -111,16 +119,10 @@ pub async fn run(pipeline: &Pipeline, options: RunOptions) -> Result<Summary, Ru
     let operator = Arc::new(Operator::with_plan(pipeline, Arc::clone(&scorer), Arc::clone(&plan), penalty)?);
     let spec = spec_hash(pipeline, &scorer, &operator, options.limit);
 
-    let mut kept: HashMap<String, Vec<PartLine>> = HashMap::new();
-    if let Some(manifest) = &manifest {
-        for file in &files {
-            let mut parts = manifest.parts_of(&file.relative, &spec);
-            // Documents that were missing from the cache may be there now.
-            let complete = parts.iter().take_while(|p| p.rows.not_cached == 0).count();
-            parts.truncate(complete);
-            kept.insert(file.relative.clone(), parts);
-        }
-    }
+    let kept = match &manifest {
+        Some(manifest) if !options.force => manifest.lines().complete(manifest.root(), &spec),
+        _ => HashMap::new(),
+    };
     let stdout = match &manifest {
         None => {
             let out = &pipeline.output;
@@ -129,8 +131,15 @@ pub async fn run(pipeline: &Pipeline, options: RunOptions) -> Result<Summary, Ru
         Some(_) => None,
     };
     let read_ns = Arc::new(AtomicU64::new(0));
-    let feed_options =
-        FeedOptions { files: files.clone(), plan, kept, limit: options.limit, checksum: options.checksum, hash: manifest.is_some() };
+    let feed_options = FeedOptions {
+        files: files.clone(),
+        plan,
+        kept,
+        rank: options.rank,
+        limit: options.limit,
+        checksum: options.checksum,
+        hash: manifest.is_some(),
+    };
     let events = spawn_feed(pipeline, feed_options, Some(first), &read_ns);
     let mut consumer = Consumer {
         pipeline,
@@ -144,12 +153,21 @@ pub async fn run(pipeline: &Pipeline, options: RunOptions) -> Result<Summary, Ru
         part_chunks: 0,
         part_bad: Vec::new(),
         live: Vec::new(),
+        made: BTreeMap::new(),
+        kept: Vec::new(),
+        flushed: (Instant::now(), 0),
         summary: Summary::default(),
         lengths: Lengths::default(),
         files_done: 0,
+        ended: false,
         write_ns: 0,
     };
     let result = consumer.consume(events, &options).await;
+    if let (Err(_), Some(temporary)) = (&result, &consumer.temporary) {
+        consumer.writer = None;
+        // It is removed by the next run at the latest; a full disk has room again at once.
+        let _ = std::fs::remove_file(temporary);
+    }
     // What was scored is kept whatever happened since.
     let flushed = scorer.store().flush();
     result?;
@@ -193,12 +211,51 @@ pub async fn run(pipeline: &Pipeline, options: RunOptions) -> Result<Summary, Ru
         ("write".to_owned(), seconds(consumer.write_ns)),
     ]);
     summary.peak_memory_bytes = peak_memory();
-    if let Some(folder) = &folder {
-        let path = folder.join(SERVICE_DIR).join("summary.json");
+    if let Some(manifest) = &mut consumer.manifest {
+        if summary.scoring.tokens_per_second > 0.0 {
+            let line = SpeedLine { scores: scores_hash(&scorer), tokens_per_second: summary.scoring.tokens_per_second };
+            manifest.store_speed(line)?;
+        }
         let text = serde_json::to_string_pretty(&summary).map_err(|e| RunError::Bug(e.to_string()))?;
-        std::fs::write(&path, text + "\n").map_err(at(&path))?;
+        write_whole(&manifest.service().join("summary.json"), (text + "\n").as_bytes())?;
     }
+    tracing::info!(
+        event = "run_finished",
+        rows = summary.rows.read,
+        parts_made = summary.parts_made,
+        seconds = began.elapsed().as_secs_f64()
+    );
     Ok(summary)
+}
+
+/// A pipeline as one of several ranks runs it: with a cache of its own.
+pub(super) fn of_rank(pipeline: &Pipeline, rank: Option<Rank>, files: &[InputFile]) -> Result<Pipeline, RunError> {
+    let mut pipeline = pipeline.clone();
+    let Some(rank) = rank else { return Ok(pipeline) };
+    let refuse = |text: &str| Err(IoError::Input(text.into()).into());
+    if pipeline.segment.target_mean_tokens.is_some() {
+        return refuse(
+            "segment.target_mean_tokens looks at a sample of all documents, which ranks that see only their own share cannot do; find the penalty by a \
+             run over some of the files without --rank, and give it as segment.penalty",
+        );
+    }
+    if files.iter().any(InputFile::is_stdin) {
+        return refuse("standard input cannot be shared by ranks; give files");
+    }
+    pipeline.cache.path = Some(rank_cache(&cache_path(&pipeline), rank));
+    Ok(pipeline)
+}
+
+/// The cache of one rank: a folder below the pipeline's.
+#[must_use]
+pub fn rank_cache(cache: &Path, rank: Rank) -> PathBuf {
+    cache.join(format!("rank-{:05}", rank.rank))
+}
+
+/// Hash of everything that can change a score.
+pub(super) fn scores_hash(scorer: &Scorer) -> String {
+    let keys: Vec<String> = scorer.keys().iter().map(|k| k.to_hex().to_string()).collect();
+    hash_words(&keys)
 }
 
 /// Starts the reader thread.
@@ -233,7 +290,7 @@ pub(super) async fn stopped(mut stop: watch::Receiver<Option<Stop>>) -> Stop {
 }
 
 /// Hash of everything that changes output bytes; the program's version is not part of it.
-fn spec_hash(pipeline: &Pipeline, scorer: &Scorer, operator: &Operator, limit: Option<u64>) -> String {
+pub(super) fn spec_hash(pipeline: &Pipeline, scorer: &Scorer, operator: &Operator, limit: Option<u64>) -> String {
     let mut words: Vec<String> = vec!["parts 1".into()];
     words.extend(scorer.keys().iter().map(|k| k.to_hex().to_string()));
     words.push(format!("{:?} {:?}", operator.cutting, operator.limits));
@@ -248,7 +305,7 @@ fn spec_hash(pipeline: &Pipeline, scorer: &Scorer, operator: &Operator, limit: O
     hash_words(&words)
 }
 
-fn hash_words(words: &[String]) -> String {
+pub(super) fn hash_words(words: &[String]) -> String {
     crate::hash::words(words.iter().map(String::as_str)).to_hex()[..32].to_owned()
 }
 
@@ -266,9 +323,17 @@ struct Consumer<'a> {
     part_bad: Vec<(u64, String)>,
     /// Data files of this run.
     live: Vec<String>,
+    /// Parts made, by why.
+    made: BTreeMap<Why, u64>,
+    /// Parts kept.
+    kept: Vec<KeptParts>,
+    /// When scores were last made durable, and how many documents had been scored then.
+    flushed: (Instant, u64),
     summary: Summary,
     lengths: Lengths,
     files_done: usize,
+    /// Whether all input has been read.
+    ended: bool,
     write_ns: u64,
 }
 
@@ -302,15 +367,18 @@ impl Consumer<'_> {
             tokio::select! {
                 biased;
                 reason = &mut stop => return Err(RunError::Stopped(reason)),
-                _ = tick.tick() => (options.progress)(self.progress()),
+                _ = tick.tick() => {
+                    (options.progress)(self.progress());
+                    tokio::task::block_in_place(|| self.flush_scores())?;
+                },
                 item = cut.next() => match item {
                     None => break,
-                    Some(item) => tokio::task::block_in_place(|| self.take(item))?,
+                    Some(item) => tokio::task::block_in_place(|| self.take(item, options.force))?,
                 },
             }
         }
         (options.progress)(self.progress());
-        Ok(())
+        if self.ended { Ok(()) } else { Err(RunError::Bug("the reader ended before the input did".into())) }
     }
 
     fn progress(&self) -> Progress {
@@ -328,7 +396,19 @@ impl Consumer<'_> {
         }
     }
 
-    fn take(&mut self, item: Cut) -> Result<(), RunError> {
+    /// Makes scores durable from time to time, so that a part of many documents need not be scored again from its start.
+    fn flush_scores(&mut self) -> Result<(), RunError> {
+        let scorer = &self.operator.scorer;
+        let scored = scorer.counters.scored.load(Ordering::Relaxed);
+        if scored > self.flushed.1 && self.flushed.0.elapsed() >= FLUSH_EVERY {
+            scorer.store().flush()?;
+            self.flushed = (Instant::now(), scored);
+            kill_point!("after-timed-flush");
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, item: Cut, force: bool) -> Result<(), RunError> {
         match item {
             Cut::Batch(file, batch) => {
                 let began = Instant::now();
@@ -338,42 +418,42 @@ impl Consumer<'_> {
             }
             Cut::Other(Event::PartEnd(end)) => {
                 let began = Instant::now();
-                let result = self.end_part(end);
+                let result = self.end_part(end, force);
                 self.write_ns += began.elapsed().as_nanos() as u64;
                 result
             }
-            Cut::Other(Event::Kept(parts, refresh)) => {
+            Cut::Other(Event::Kept(parts, why, refresh)) => {
+                if let Some(first) = parts.first() {
+                    self.kept.push(KeptParts { input: first.input.clone(), unit: first.unit, parts: parts.len() as u64, why });
+                }
                 for part in parts {
                     self.summary.rows.add(&part.rows);
                     self.summary.parts_kept += 1;
                     self.live.push(part.file.clone());
-                    self.files_done += usize::from(part.last);
                     if let (true, Some(manifest)) = (refresh, &mut self.manifest) {
                         manifest.refresh(part)?;
                     }
                 }
                 Ok(())
             }
+            Cut::Other(Event::FileEnd) => {
+                self.files_done += 1;
+                Ok(())
+            }
             Cut::Other(Event::Failed(error)) => Err(error),
+            Cut::Other(Event::End) => {
+                self.ended = true;
+                Ok(())
+            }
             Cut::Other(Event::Rows(..)) => Ok(()),
         }
-    }
-
-    /// Path of a data file below the output folder: partition folders of the input are mirrored.
-    fn data_file(&self, file: &InputFile, part: u32) -> String {
-        let (folders, name) = file.relative.rsplit_once('/').unwrap_or(("", &file.relative));
-        let partitions: Vec<&str> = folders.split('/').filter(|f| f.contains('=')).collect();
-        let stem = name.split('.').next().filter(|s| !s.is_empty()).unwrap_or("input");
-        let hash = blake3::hash(file.relative.as_bytes()).to_hex();
-        let own = format!("{stem}-{}-{part:05}.{}", &hash[..8], self.pipeline.output.format.extension());
-        partitions.into_iter().chain([own.as_str()]).collect::<Vec<_>>().join("/")
     }
 
     /// Opens the writer of the current part, if it is not open.
     fn writer(&mut self) -> Result<&mut ChunkWriter, RunError> {
         if self.writer.is_none() {
-            let root = self.manifest.as_ref().map_or(Path::new("."), Manifest::root);
-            let path = root.join(SERVICE_DIR).join("part.rr-tmp");
+            let service = self.manifest.as_ref().map_or(Path::new("."), Manifest::service);
+            let path = service.join("part.rr-tmp");
             let out = &self.pipeline.output;
             self.temporary = Some(path.clone());
             self.writer = Some(ChunkWriter::create(SinkTarget::File(path), self.operator.schema(), out.format, out.compression)?);
@@ -393,7 +473,7 @@ impl Consumer<'_> {
             }
         }
         for (row, reason) in &batch.bad {
-            tracing::warn!(file = name, row, reason, "bad row left out");
+            tracing::warn!(event = "bad_row", file = name, row, reason, "bad row left out");
         }
         self.part_bad.extend(batch.bad);
         for (chunks, bytes) in batch.chunks {
@@ -404,12 +484,11 @@ impl Consumer<'_> {
         Ok(())
     }
 
-    fn end_part(&mut self, end: PartEnd) -> Result<(), RunError> {
+    fn end_part(&mut self, end: PartEnd, force: bool) -> Result<(), RunError> {
         let rows = std::mem::take(&mut self.part_rows);
         let chunks = std::mem::take(&mut self.part_chunks);
         let bad = std::mem::take(&mut self.part_bad);
         self.summary.rows.add(&rows);
-        self.files_done += usize::from(end.last);
         if self.manifest.is_none() {
             return Ok(());
         }
@@ -421,7 +500,7 @@ impl Consumer<'_> {
             writer.finish()?;
         }
         let file = &self.files[end.file];
-        let data = self.data_file(file, end.part);
+        let data = data_file(file, end.unit, end.part, self.pipeline.output.format.extension());
         let (Some(temporary), Some(manifest)) = (self.temporary.take(), self.manifest.as_mut()) else {
             return Ok(());
         };
@@ -430,12 +509,14 @@ impl Consumer<'_> {
             std::fs::create_dir_all(parent).map_err(at(parent))?;
         }
         if self.pipeline.input.on_bad_row == OnBadRow::Quarantine {
-            quarantine(manifest.root(), &file.relative, end.first_row, end.end_row, &bad)?;
+            quarantine(manifest.service(), &file.relative, end.first_row, end.end_row, &bad)?;
         }
         let bytes = std::fs::metadata(&temporary).map_err(at(&temporary))?.len();
+        let why = if force { Why::Forced } else { manifest.lines().why(manifest.root(), &data, &end.state, &self.spec) };
         let line = PartLine {
             input: file.relative.clone(),
             state: end.state,
+            unit: end.unit,
             part: end.part,
             first_row: end.first_row,
             end_row: end.end_row,
@@ -445,8 +526,11 @@ impl Consumer<'_> {
             rows,
             chunks,
             spec: self.spec.clone(),
+            why,
         };
         manifest.commit(&temporary, line)?;
+        tracing::info!(event = "part_committed", file = data, why = %why, rows = rows.read, chunks, bytes);
+        *self.made.entry(why).or_default() += 1;
         self.live.push(data);
         self.summary.parts_made += 1;
         Ok(())
@@ -460,23 +544,37 @@ impl Consumer<'_> {
                 }
             }
             Some(manifest) => {
-                let inputs: Vec<&str> = self.files.iter().map(|f| f.relative.as_str()).collect();
-                self.summary.parts_removed = manifest.finish(&inputs, &self.live, options.prune)?.len() as u64;
+                let inputs: HashSet<&str> = self.files.iter().map(|f| f.relative.as_str()).collect();
+                let live: HashSet<&str> = self.live.iter().map(String::as_str).collect();
+                let (made, kept) = (std::mem::take(&mut self.made), std::mem::take(&mut self.kept));
+                let run = RunLine { version: env!("CARGO_PKG_VERSION").to_owned(), made, kept, removed: 0 };
+                self.summary.parts_removed = manifest.finish(&inputs, &live, options.prune, run)?;
             }
         }
         Ok(())
     }
 }
 
+/// Path of a data file below the output folder: partition folders of the input are mirrored.
+pub(super) fn data_file(file: &InputFile, unit: Option<u32>, part: u32, extension: &str) -> String {
+    let (folders, name) = file.relative.rsplit_once('/').unwrap_or(("", &file.relative));
+    let partitions: Vec<&str> = folders.split('/').filter(|f| f.contains('=')).collect();
+    let stem = name.split('.').next().filter(|s| !s.is_empty()).unwrap_or("input");
+    let hash = blake3::hash(file.relative.as_bytes()).to_hex();
+    let unit = unit.map_or(String::new(), |unit| format!("g{unit:05}-"));
+    let own = format!("{stem}-{}-{unit}{part:05}.{extension}", &hash[..8]);
+    partitions.into_iter().chain([own.as_str()]).collect::<Vec<_>>().join("/")
+}
+
 /// Puts the bad rows of a part into `quarantine.jsonl`, in place of what an earlier attempt at these rows left there.
-fn quarantine(root: &Path, input: &str, first: u64, end: u64, bad: &[(u64, String)]) -> Result<(), IoError> {
+fn quarantine(service: &Path, input: &str, first: u64, end: u64, bad: &[(u64, String)]) -> Result<(), IoError> {
     #[derive(serde::Serialize, serde::Deserialize)]
     struct BadLine {
         source_file: String,
         source_row: u64,
         reason: String,
     }
-    let path = root.join(SERVICE_DIR).join("quarantine.jsonl");
+    let path = service.join("quarantine.jsonl");
     let old = match std::fs::read_to_string(&path) {
         Ok(text) => text,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => String::new(),
@@ -492,15 +590,22 @@ fn quarantine(root: &Path, input: &str, first: u64, end: u64, bad: &[(u64, Strin
     }
     lines.extend(bad.iter().map(|(row, reason)| BadLine { source_file: input.to_owned(), source_row: *row, reason: reason.clone() }));
     lines.sort_by(|a, b| (&a.source_file, a.source_row).cmp(&(&b.source_file, b.source_row)));
-    let folder = root.join(SERVICE_DIR);
-    let mut file = tempfile::Builder::new().suffix(".rr-tmp").tempfile_in(&folder).map_err(at(&folder))?;
+    let mut bytes = Vec::new();
     for line in &lines {
-        serde_json::to_writer(&mut file, line).map_err(|e| at(&path)(e.into()))?;
-        file.write_all(b"\n").map_err(at(&path))?;
+        serde_json::to_writer(&mut bytes, line).map_err(|e| at(&path)(e.into()))?;
+        bytes.push(b'\n');
     }
-    file.as_file().sync_all().map_err(at(&path))?;
-    file.persist(&path).map_err(|e| at(&path)(e.error))?;
-    Ok(())
+    write_whole(&path, &bytes)
+}
+
+/// Hash of the settings that a penalty is found for.
+pub(super) fn calibration_spec(pipeline: &Pipeline, scorer: &Scorer, mean: f64) -> String {
+    let mut words = vec![
+        "calibration 2".to_owned(),
+        format!("{mean} {:?} {:?} {:?}", limits(pipeline), pipeline.segment.objective, pipeline.segment.utility),
+    ];
+    words.extend(scorer.keys().iter().map(|k| k.to_hex().to_string()));
+    hash_words(&words)
 }
 
 /// The penalty for a mean chunk length: the one in the manifest, else found on a sample of the documents.
@@ -514,11 +619,8 @@ async fn calibrated(
     mean: f64,
 ) -> Result<f64, RunError> {
     let (limits, judge) = (limits(pipeline), Judge::new(pipeline));
-    let mut words =
-        vec!["calibration 2".to_owned(), format!("{mean} {limits:?} {:?} {:?}", pipeline.segment.objective, pipeline.segment.utility)];
-    words.extend(scorer.keys().iter().map(|k| k.to_hex().to_string()));
-    let spec = hash_words(&words);
-    if let Some(found) = manifest.as_ref().and_then(|m| m.calibration(&spec)).filter(|_| !options.recalibrate) {
+    let spec = calibration_spec(pipeline, scorer, mean);
+    if let Some(found) = manifest.as_ref().and_then(|m| m.lines().calibration(&spec)).filter(|_| !options.recalibrate) {
         return Ok(found.penalty);
     }
     if files.iter().any(InputFile::is_stdin) {
@@ -538,6 +640,7 @@ async fn calibrated(
         files: files.to_vec(),
         plan: Arc::clone(plan),
         kept: HashMap::new(),
+        rank: None,
         limit: options.limit,
         checksum: false,
         hash: false,
@@ -590,13 +693,14 @@ async fn calibrated(
         for state in states {
             if let DocState::Ready(document) = state {
                 tokens += u64::from(document.tokens);
-                sample.push(Prepared::new(&document, &judge));
+                sample.push(document);
             }
         }
     }
     scorer.store().flush()?;
+    let prepared: Vec<Prepared<'_>> = sample.iter().map(|document| Prepared::new(document, &judge)).collect();
     let count = |penalty: f64| {
-        let chunks = sample.iter().map(|document| document.open(&limits, penalty).cuts.len() as u64 + 1);
+        let chunks = prepared.iter().map(|document| document.open(&limits, penalty).cuts.len() as u64 + 1);
         Ok::<_, RunError>(chunks.sum())
     };
     let found = tokio::task::block_in_place(|| calibrate(pipeline.segment.scale(), tokens, mean, count))?;

@@ -9,7 +9,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use tokio::sync::watch;
 
-use super::chunks::{Cutting, Judge, Prepared, chunk_tokens};
+use super::chunks::{Judge, Prepared};
 use super::documents::{DocState, Need, Scorer, blocking};
 use super::feed::{Event, FeedOptions, forced_format, open_first};
 use super::operator::limits;
@@ -81,7 +81,7 @@ pub async fn sweep(
     let first = open_first(pipeline, &files)?;
     let plan = Arc::clone(first.plan());
     let (limits, judge) = (limits(pipeline), Judge::new(pipeline));
-    let options = FeedOptions { files, plan, kept: Default::default(), limit, checksum: false, hash: false };
+    let options = FeedOptions { files, plan, kept: Default::default(), rank: None, limit, checksum: false, hash: false };
     let events = spawn_feed(pipeline, options, Some(first), &Arc::new(AtomicU64::new(0)));
     let penalties: Arc<[f64]> = penalties.into();
     let empty = Tally {
@@ -147,13 +147,9 @@ impl Tally {
             DocState::Ready(document) => {
                 self.documents += 1;
                 let prepared = Prepared::new(document, judge);
-                for (i, &penalty) in penalties.iter().enumerate() {
-                    // An open count is always feasible.
-                    let Ok(chunks) = prepared.segment(document, limits, Cutting::Open(penalty)) else {
-                        continue;
-                    };
-                    chunk_tokens(document, &chunks).for_each(|tokens| self.lengths[i].add(tokens));
-                    self.relaxed[i] += u64::from(chunks.relaxed);
+                for (i, (lengths, relaxed)) in prepared.sweep(limits, penalties).into_iter().enumerate() {
+                    lengths.into_iter().for_each(|tokens| self.lengths[i].add(tokens));
+                    self.relaxed[i] += u64::from(relaxed);
                 }
             }
             DocState::NotCached => self.not_cached += 1,

@@ -1,7 +1,7 @@
 //! From the scores of several readouts to the one number per edge whose percentile is its utility (design section 2).
 
 use super::spec::{Pipeline, ReadoutWord};
-use crate::score::{Curve, Readout, score_at};
+use crate::score::{Curves, Readout, score_at};
 use crate::segment::{grouped_percentiles, percentiles};
 
 /// A readout at a horizon, and what its percentile weighs.
@@ -25,7 +25,7 @@ pub(super) struct Recipe {
 pub(super) struct ReadoutCurves {
     pub(super) readout: Readout,
     /// One per candidate.
-    pub(super) curves: Vec<Curve>,
+    pub(super) curves: Curves,
     /// The horizon of the last stage that each candidate ran.
     pub(super) reach: Vec<u32>,
 }
@@ -68,7 +68,7 @@ impl Recipe {
 
     /// Scores of one readout at a horizon, or as far as a candidate was scored, one per candidate, given how many tokens lie right of each.
     pub(super) fn scores(&self, of: &ReadoutCurves, horizon: u32, after: &[u32]) -> Vec<f32> {
-        let score = |((curve, &reach), &after): ((&Curve, &u32), &u32)| score_at(of.readout, curve, reach.min(after), self.skip, horizon);
+        let score = |((curve, &reach), &after): ((&[f32], &u32), &u32)| score_at(of.readout, curve, reach.min(after), self.skip, horizon);
         of.curves.iter().zip(&of.reach).zip(after).map(score).collect()
     }
 
@@ -122,7 +122,11 @@ mod tests {
                 .unwrap();
         let recipe = Recipe::new(&pipeline);
         // Curves of windows of two tokens: cumulative sums at 1 and 2 tokens.
-        let of = |readout, curves: [&[f32]; 3]| ReadoutCurves { readout, curves: curves.map(<[f32]>::to_vec).to_vec(), reach: vec![8; 3] };
+        let of = |readout, curves: [&[f32]; 3]| ReadoutCurves {
+            readout,
+            curves: curves.map(<[f32]>::to_vec).into_iter().collect(),
+            reach: vec![8; 3],
+        };
         let rr = of(Readout::Rr, [&[0.0, 2.0], &[0.0, 1.0], &[0.0, 1.5]]);
         let lr = of(Readout::Lr, [&[0.0, 1.0], &[0.0, 5.0], &[]]);
         let found = recipe.combine(&[rr.clone(), lr], &[2, 2, 2]);
@@ -137,7 +141,7 @@ mod tests {
         let text = "[score]\nreadouts = [\"lr\"]\nstages = [[8, 0.5], [16]]";
         let curves = ReadoutCurves {
             readout: Readout::Lr,
-            curves: vec![vec![0.0, 0.0, 1.0], vec![0.0, 0.0, 2.0, 9.0], vec![0.0, 0.0, 3.0, 4.0]],
+            curves: [vec![0.0, 0.0, 1.0], vec![0.0, 0.0, 2.0, 9.0], vec![0.0, 0.0, 3.0, 4.0]].into_iter().collect(),
             reach: vec![8, 16, 16],
         };
         let utilities = |text: &str| Recipe::new(&Pipeline::parse(text).unwrap()).combine(std::slice::from_ref(&curves), &[99; 3]).1;

@@ -7,6 +7,78 @@ use super::Readout;
 /// Empty for an edge that has no score.
 pub type Curve = Vec<f32>;
 
+/// The curves of a document's candidates, in one piece of memory.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Curves {
+    values: Vec<f32>,
+    /// Where each curve ends in `values`.
+    ends: Vec<u32>,
+}
+
+impl Curves {
+    /// None yet, with room for some.
+    #[must_use]
+    pub fn with_capacity(curves: usize, values: usize) -> Self {
+        Self { values: Vec::with_capacity(values), ends: Vec::with_capacity(curves) }
+    }
+
+    /// Adds a curve.
+    pub fn push(&mut self, curve: impl IntoIterator<Item = f32>) {
+        self.values.extend(curve);
+        self.ends.push(self.values.len() as u32);
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// Values of all of them.
+    #[must_use]
+    pub fn value_count(&self) -> usize {
+        self.values.len()
+    }
+
+    /// The curve with this number; empty beyond the last.
+    #[must_use]
+    pub fn get(&self, number: usize) -> &[f32] {
+        let end = self.ends.get(number).map_or(self.values.len(), |&end| end as usize);
+        let start = number.checked_sub(1).map_or(0, |before| self.ends.get(before).map_or(self.values.len(), |&end| end as usize));
+        &self.values[start..end]
+    }
+
+    /// All of them in order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &[f32]> {
+        (0..self.len()).map(|i| self.get(i))
+    }
+}
+
+impl<C: IntoIterator<Item = f32>> FromIterator<C> for Curves {
+    fn from_iter<I: IntoIterator<Item = C>>(curves: I) -> Self {
+        let mut all = Self::default();
+        curves.into_iter().for_each(|curve| all.push(curve));
+        all
+    }
+}
+
+/// Whether a curve keeps its value after `x` tokens wherever it ends.
+fn is_kept(x: u32, skip: u32) -> bool {
+    x > 0 && (x == skip || x == skip + 1 || x.is_multiple_of(8))
+}
+
+/// Values that a curve keeps of its first `tokens` tokens, but for one that is kept because the curve ends there.
+fn kept_of(tokens: u32, skip: u32) -> usize {
+    let apart = |x: u32| usize::from(x > 0 && x <= tokens && !x.is_multiple_of(8));
+    (tokens / 8) as usize + apart(skip) + apart(skip + 1)
+}
+
 /// Token counts at which the curve of a window of `m` tokens is kept, ascending: `s` (the skipped terms of RR), `s + 1` (those of LR),
 /// every multiple of 8, and `m`.
 pub fn kept_positions(m: u32, skip: u32) -> impl Iterator<Item = u32> {
@@ -33,8 +105,8 @@ pub fn score_at(readout: Readout, curve: &[f32], m: u32, skip: u32, horizon: u32
         if tokens == 0 {
             return 0.0;
         }
-        let at = kept_positions(m, skip).position(|x| x == tokens);
-        at.and_then(|i| curve.get(i)).map_or(f64::NAN, |&v| f64::from(v))
+        let at = if tokens == m || is_kept(tokens, skip) { kept_of(tokens, skip) - usize::from(is_kept(tokens, skip)) } else { usize::MAX };
+        curve.get(at).map_or(f64::NAN, |&v| f64::from(v))
     };
     let mean = (value(end) - value(first)) / f64::from(end - first);
     (if readout == Readout::Rr { mean } else { -mean }) as f32
@@ -72,19 +144,25 @@ pub(super) fn curve(terms: &[f64], skip: u32) -> Curve {
 
 /// Where curves are kept, for reading damages of any length off them.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Knots(Vec<u32>);
+pub struct Knots {
+    /// Places.
+    at: Vec<u32>,
+    /// How many of them are at most so many tokens.
+    kept: Vec<u32>,
+}
 
 impl Knots {
     /// Of windows up to `window` tokens.
     #[must_use]
     pub fn new(window: u32, skip: u32) -> Self {
-        Self((1..=window).filter(|&x| x == skip || x == skip + 1 || x.is_multiple_of(8)).collect())
+        let kept = (0..=window).map(|x| kept_of(x, skip) as u32).collect();
+        Self { at: (1..=window).filter(|&x| is_kept(x, skip)).collect(), kept }
     }
 
     /// Values that a longer curve keeps of its first `tokens` tokens.
     #[must_use]
     pub fn kept(&self, tokens: u32) -> usize {
-        self.0.partition_point(|&x| x <= tokens)
+        self.kept[(tokens as usize).min(self.kept.len() - 1)] as usize
     }
 
     /// D(b, l): the damage of the first `len` tokens, in nats, from the curve of a window that was scored for `m` tokens. Linear between kept values;
@@ -96,8 +174,8 @@ impl Knots {
             return f64::from(last) * (f64::from(len) / f64::from(m)).sqrt();
         }
         let i = self.kept(len).min(before.len());
-        let (x0, y0) = i.checked_sub(1).map_or((0, 0.0), |i| (self.0[i], f64::from(before[i])));
-        let (x1, y1) = before.get(i).map_or((m, f64::from(last)), |&y| (self.0[i], f64::from(y)));
+        let (x0, y0) = i.checked_sub(1).map_or((0, 0.0), |i| (self.at[i], f64::from(before[i])));
+        let (x1, y1) = before.get(i).map_or((m, f64::from(last)), |&y| (self.at[i], f64::from(y)));
         y0 + (y1 - y0) * (f64::from(len - x0) / f64::from(x1 - x0))
     }
 }
@@ -141,6 +219,27 @@ mod tests {
         // One that ended at a kept place, read with the knots of a longer window.
         assert_eq!(knots.damage(&curve[..3], 8, 4), sum(2) + (sum(8) - sum(2)) / 3.0);
         assert_eq!(knots.damage(&curve[..3], 8, 32), sum(8) * 2.0);
+    }
+
+    #[test]
+    fn places_are_counted_as_they_are_listed() {
+        for (skip, m) in (0..20).flat_map(|skip| (1..40).map(move |m| (skip, m))) {
+            let listed: Vec<u32> = kept_positions(m, skip).collect();
+            let values: Vec<f32> = listed.iter().map(|&x| x as f32).collect();
+            for x in 1..=m {
+                let regular = listed.iter().filter(|&&k| k <= x && is_kept(k, skip)).count();
+                assert_eq!((kept_of(x, skip), Knots::new(m, skip).kept(x)), (regular, regular), "{skip} {m} {x}");
+                if x > skip {
+                    // RR's mean over the terms after the skip, of a curve whose value is its place.
+                    let score = score_at(Readout::Rr, &values, m, skip, x);
+                    assert_eq!(score.is_nan(), !listed.contains(&x), "{skip} {m} {x}");
+                    assert!(score.is_nan() || score == 1.0);
+                }
+            }
+        }
+        let curves: Curves = [vec![1.0, 2.0], vec![], vec![3.0]].into_iter().collect();
+        assert_eq!((curves.get(0), curves.get(1), curves.get(2), curves.get(9)), (&[1.0, 2.0][..], &[][..], &[3.0][..], &[][..]));
+        assert_eq!((curves.len(), curves.value_count(), curves.iter().count()), (3, 3, 3));
     }
 
     #[test]

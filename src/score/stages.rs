@@ -1,7 +1,6 @@
 //! Staged scoring (design section 2): every candidate runs a few tokens, the best go on to more.
 
-use super::Curve;
-use super::curve::Knots;
+use super::curve::{Curves, Knots};
 
 /// A stage that is not the last: every candidate that came so far runs `horizon` tokens, then the best `keep` of all the document's go on.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -17,8 +16,10 @@ pub struct Stage {
 pub(super) fn survivors(mut damages: Vec<(usize, f64)>, keep: f64, all: usize) -> Vec<usize> {
     // A share such as 0.07 of 100 is 7, whatever binary fractions make of it.
     let count = ((keep * all as f64 - 1e-9).ceil().max(0.0) as usize).max(3);
-    damages.sort_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)));
-    damages.truncate(count);
+    if count < damages.len() {
+        damages.select_nth_unstable_by(count, |a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)));
+        damages.truncate(count);
+    }
     let mut chosen: Vec<usize> = damages.into_iter().map(|(candidate, _)| candidate).collect();
     chosen.sort_unstable();
     chosen
@@ -34,14 +35,14 @@ pub(super) fn damage_per_token(knots: &Knots, curve: &[f32], after: u32, horizon
 /// How far the stages let each candidate of a document go: the horizon of the last stage that it ran. From curves (of LR) that go at least so far, and how
 /// many tokens lie right of each candidate; 0 for a candidate without a curve.
 #[must_use]
-pub fn reach(stages: &[Stage], window: u32, skip: u32, curves: &[Curve], after: &[u32]) -> Vec<u32> {
+pub fn reach(stages: &[Stage], window: u32, skip: u32, curves: &Curves, after: &[u32]) -> Vec<u32> {
     let knots = Knots::new(window, skip);
-    let mut left: Vec<usize> = (0..curves.len()).filter(|&i| !curves[i].is_empty()).collect();
+    let mut left: Vec<usize> = (0..curves.len()).filter(|&i| !curves.get(i).is_empty()).collect();
     let all = left.len();
     let mut reach = vec![0; curves.len()];
     for stage in stages {
         left.iter().for_each(|&i| reach[i] = stage.horizon);
-        let damages = left.iter().map(|&i| (i, damage_per_token(&knots, &curves[i], after[i], stage.horizon)));
+        let damages = left.iter().map(|&i| (i, damage_per_token(&knots, curves.get(i), after[i], stage.horizon)));
         left = survivors(damages.collect(), stage.keep, all);
     }
     left.into_iter().for_each(|i| reach[i] = window);
@@ -66,11 +67,13 @@ mod tests {
     fn reach_follows_the_stages_and_ignores_what_longer_curves_hold_beyond() {
         // Curves of windows of 16 tokens, kept at 1, 2, 8 and 16: damages at 8 tokens decide.
         let curve = |at8: f32, at16: f32| vec![0.0, 0.0, at8, at16];
-        let curves = vec![curve(5.0, 0.0), curve(1.0, 90.0), curve(2.0, 90.0), curve(3.0, 90.0), vec![], curve(4.0, 0.0)];
+        let curves: Curves =
+            [curve(5.0, 0.0), curve(1.0, 90.0), curve(2.0, 90.0), curve(3.0, 90.0), vec![], curve(4.0, 0.0)].into_iter().collect();
         let stages = [Stage { horizon: 8, keep: 0.6 }];
         assert_eq!(reach(&stages, 16, 1, &curves, &[99; 6]), [8, 16, 16, 16, 0, 8]);
         // A window that the document's end cuts off before 8 tokens is judged by what it has.
-        let short = vec![curve(5.0, 0.0), vec![0.0, 0.0, 1.0], curve(2.0, 90.0), curve(3.0, 90.0), vec![], curve(4.0, 0.0)];
+        let short: Curves =
+            [curve(5.0, 0.0), vec![0.0, 0.0, 1.0], curve(2.0, 90.0), curve(3.0, 90.0), vec![], curve(4.0, 0.0)].into_iter().collect();
         assert_eq!(reach(&stages, 16, 1, &short, &[99, 4, 99, 99, 2, 99]), [8, 16, 16, 16, 0, 8]);
         assert_eq!(reach(&[], 16, 1, &curves, &[99; 6])[..2], [16, 16]);
     }

@@ -9,4 +9,4 @@ mod program;
 
 pub use calibrate::{Calibration, NATS, PERCENTILES, Scale, calibrate};
 pub use percentile::{grouped_percentiles, percentiles};
-pub use program::{Cut, Limits, SegmentError, Segmentation, fixed_count, fixed_damage, open_count, open_damage};
+pub use program::{Cut, Limits, SegmentError, Segmentation, fixed_count, fixed_damage, open_count, open_counts, open_damage, open_damages};

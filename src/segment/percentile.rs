@@ -11,18 +11,21 @@ pub fn percentiles(scores: &[f32]) -> Vec<f64> {
 /// [`percentiles`] where a score of a higher group ranks above every one of a lower group.
 #[must_use]
 pub fn grouped_percentiles(group: impl Fn(usize) -> u32, scores: &[f32]) -> Vec<f64> {
-    let mut order: Vec<usize> = (0..scores.len()).filter(|&i| !scores[i].is_nan()).collect();
-    // Adding 0 turns -0 into 0, so that `total_cmp` sees them as equal.
-    let value = |i: usize| scores[i] + 0.0;
-    order.sort_unstable_by(|&a, &b| group(a).cmp(&group(b)).then(value(a).total_cmp(&value(b))).then(a.cmp(&b)));
+    // Group and score as one number: adding 0 turns -0 into 0, and floats of one sign are ordered as their bits are, those below 0 the other way round.
+    let key = |i: usize| {
+        let bits = (scores[i] + 0.0).to_bits();
+        u64::from(group(i)) << 32 | u64::from(if bits >> 31 == 0 { bits | 1 << 31 } else { !bits })
+    };
+    let mut order: Vec<(u64, u32)> = (0..scores.len()).filter(|&i| !scores[i].is_nan()).map(|i| (key(i), i as u32)).collect();
+    order.sort_unstable();
     let mut out = vec![f64::NAN; scores.len()];
     let mut first = 0;
     while first < order.len() {
-        let tied = order[first..].iter().take_while(|&&i| value(i) == value(order[first]) && group(i) == group(order[first])).count();
+        let tied = order[first..].iter().take_while(|o| o.0 == order[first].0).count();
         // Ranks first+1 ..= first+tied; twice their average is an integer, so the quotient is rounded once.
         let utility = (2 * first + tied + 1) as f64 / (2 * order.len()) as f64;
-        for &i in &order[first..first + tied] {
-            out[i] = utility;
+        for &(_, i) in &order[first..first + tied] {
+            out[i as usize] = utility;
         }
         first += tied;
     }

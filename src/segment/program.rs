@@ -21,6 +21,15 @@ impl Default for Limits {
     }
 }
 
+impl Limits {
+    /// lambda ((len - T) / T)^2.
+    fn length_term(&self, len: u32) -> f64 {
+        let target = f64::from(self.target);
+        let ratio = (f64::from(len) - target) / target;
+        self.length_weight * (ratio * ratio)
+    }
+}
+
 /// A place where the program may cut.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Cut {
@@ -122,12 +131,10 @@ impl Costs {
     }
 
     fn of_length(limits: &Limits, len: u32) -> Cost {
-        let target = f64::from(limits.target);
-        let ratio = (f64::from(len) - target) / target;
         Cost {
             over: u64::from(len.saturating_sub(limits.max)),
             under: u64::from(limits.min.saturating_sub(len)),
-            value: fixed(limits.length_weight * (ratio * ratio)),
+            value: fixed(limits.length_term(len)),
             ..Cost::default()
         }
     }
@@ -142,14 +149,14 @@ fn cut_costs(edges: &[Cut]) -> Vec<Cost> {
     edges.iter().map(|edge| Cost { fallback: u32::from(edge.utility.is_none()), cuts: 1, ..Cost::default() }).collect()
 }
 
-/// `u - rho` of each edge, rounded once.
-fn utilities(edges: &[Cut], penalty: f64) -> Vec<i128> {
-    edges.iter().map(|edge| fixed(edge.utility.unwrap_or(0.0) - penalty)).collect()
+/// Utility of each edge, rounded once.
+fn utilities(edges: &[Cut]) -> Vec<i128> {
+    edges.iter().map(|edge| fixed(edge.utility.unwrap_or(0.0))).collect()
 }
 
-/// `rho - D(b, l)` of a candidate, rounded once; nothing for a fallback edge, whose number is fixed before values are compared.
-fn spared(edges: &[Cut], penalty: f64, damage: impl Fn(usize, u32) -> f64) -> impl Fn(usize, u32) -> i128 {
-    move |edge, len| if edges[edge].utility.is_some() { fixed(penalty - damage(edge, len)) } else { 0 }
+/// Minus the damage of a candidate, rounded once; nothing for a fallback edge, whose number is fixed before values are compared.
+fn spared(edges: &[Cut], damage: impl Fn(usize, u32) -> f64) -> impl Fn(usize, u32) -> i128 {
+    move |edge, len| if edges[edge].utility.is_some() { fixed(-damage(edge, len)) } else { 0 }
 }
 
 /// Positions of the start, the edges and the end: node 0, nodes 1..=edges, and the last node.
@@ -176,8 +183,13 @@ fn reach(at: &[u32], node: usize, max: u32, from: usize) -> usize {
 /// go to fewer cuts, then to the lexicographically smallest list of cuts. O(edges x edges within Lmax).
 #[must_use]
 pub fn open_count(edges: &[Cut], tokens: u32, limits: &Limits, penalty: f64) -> Segmentation {
-    let gains = utilities(edges, penalty);
-    open(edges, tokens, limits, |edge, _| gains[edge])
+    open_counts(edges, tokens, limits, &[penalty]).pop().unwrap_or_default()
+}
+
+/// [`open_count`] at several penalties, side by side.
+#[must_use]
+pub fn open_counts(edges: &[Cut], tokens: u32, limits: &Limits, penalties: &[f64]) -> Vec<Segmentation> {
+    open_all(edges, tokens, limits, penalties, |edge, _| edges[edge].utility.unwrap_or(0.0))
 }
 
 /// Open-count segmentation by chunk damage: chooses cuts C to maximise
@@ -189,7 +201,21 @@ pub fn open_count(edges: &[Cut], tokens: u32, limits: &Limits, penalty: f64) -> 
 /// with limits and ties as in [`open_count`]. `damage(i, l)` is D(b, l), in nats, of the i-th edge; it is asked only where a utility stands (any will do).
 #[must_use]
 pub fn open_damage(edges: &[Cut], tokens: u32, limits: &Limits, penalty: f64, damage: impl Fn(usize, u32) -> f64) -> Segmentation {
-    open(edges, tokens, limits, spared(edges, penalty, damage))
+    open_damages(edges, tokens, limits, &[penalty], damage).pop().unwrap_or_default()
+}
+
+/// [`open_damage`] at several penalties, side by side: each damage is asked for once.
+#[must_use]
+pub fn open_damages(
+    edges: &[Cut],
+    tokens: u32,
+    limits: &Limits,
+    penalties: &[f64],
+    damage: impl Fn(usize, u32) -> f64,
+) -> Vec<Segmentation> {
+    // rho - D is (-D) - (-rho), to the bit.
+    let against: Vec<f64> = penalties.iter().map(|p| -p).collect();
+    open_all(edges, tokens, limits, &against, |edge, len| if edges[edge].utility.is_some() { -damage(edge, len) } else { 0.0 })
 }
 
 /// Fixed-count segmentation by chunk damage: [`open_damage`] with exactly `count` chunks and rho = 0.
@@ -203,35 +229,56 @@ pub fn fixed_damage(
     count: u32,
     damage: impl Fn(usize, u32) -> f64,
 ) -> Result<Segmentation, SegmentError> {
-    fixed_chunks(edges, tokens, limits, count, spared(edges, 0.0, damage))
+    fixed_chunks(edges, tokens, limits, count, spared(edges, damage))
 }
 
-/// The open-count program; `gain(i, l)` is what the i-th edge earns when a chunk of l tokens begins there.
-fn open(edges: &[Cut], tokens: u32, limits: &Limits, gain: impl Fn(usize, u32) -> i128) -> Segmentation {
-    let at = nodes(edges, tokens);
-    let end = at.len() - 1;
-    let costs = Costs::new(*limits, tokens);
-    let cut = cut_costs(edges);
+/// Penalties that are solved side by side.
+const LANES: usize = 8;
+/// Nats, or percentiles, that all terms of a document together must stay below for sums of 64 bits.
+const NARROW: f64 = 1e9;
 
+/// The open-count program at several penalties: the i-th edge earns `worth(i, l)` less the penalty when a chunk of l tokens begins there.
+fn open_all(edges: &[Cut], tokens: u32, limits: &Limits, penalties: &[f64], worth: impl Fn(usize, u32) -> f64) -> Vec<Segmentation> {
+    let at = nodes(edges, tokens);
+    let wide = |penalty: &f64| open_wide(edges, &at, &Costs::new(*limits, tokens), *penalty, &worth);
+    if let [penalty] = penalties {
+        return open_lanes::<1>(edges, &at, limits, &[[*penalty]], &worth).unwrap_or_else(|| vec![wide(penalty)]);
+    }
+    let groups: Vec<[f64; LANES]> = penalties
+        .chunks(LANES)
+        .map(|some| {
+            let mut lanes = [some.first().copied().unwrap_or(0.0); LANES];
+            lanes[..some.len()].copy_from_slice(some);
+            lanes
+        })
+        .collect();
+    match open_lanes(edges, &at, limits, &groups, &worth) {
+        Some(mut solved) => {
+            solved.truncate(penalties.len());
+            solved
+        }
+        None => penalties.iter().map(wide).collect(),
+    }
+}
+
+/// The program in sums of 128 bits, whatever its terms.
+fn open_wide(edges: &[Cut], at: &[u32], costs: &Costs, penalty: f64, worth: &impl Fn(usize, u32) -> f64) -> Segmentation {
+    let end = at.len() - 1;
+    let cut = cut_costs(edges);
     // Backwards over nodes: the best way to go on from each, what it costs to begin there included, and the next node on it. The first of
     // equals is the smallest next cut.
     let mut best = vec![Cost::default(); end + 1];
     let mut next = vec![0_u32; end + 1];
     for node in (0..end).rev() {
         let mut chosen: Option<(Cost, usize)> = None;
-        let mut to = node + 1;
-        loop {
+        for to in node + 1..=reach(at, node, costs.limits.max, node + 1) {
             let len = at[to] - at[node];
             let mut cost = costs.chunk(len).plus(best[to]);
             if node > 0 {
-                cost.value -= gain(node - 1, len);
+                cost.value -= fixed(worth(node - 1, len) - penalty);
             }
             if chosen.is_none_or(|(c, _)| cost < c) {
                 chosen = Some((cost, to));
-            }
-            to += 1;
-            if to > end || at[to] - at[node] > limits.max {
-                break;
             }
         }
         if let Some((cost, to)) = chosen {
@@ -239,13 +286,115 @@ fn open(edges: &[Cut], tokens: u32, limits: &Limits, gain: impl Fn(usize, u32) -
             next[node] = to as u32;
         }
     }
+    finish(best[0], walk(end, |node| next[node]))
+}
+
+/// The cuts on the way from node to node.
+fn walk(end: usize, next: impl Fn(usize) -> u32) -> Vec<usize> {
     let mut cuts = Vec::new();
-    let mut node = next[0] as usize;
+    let mut node = next(0) as usize;
     while node < end {
         cuts.push(node - 1);
-        node = next[node] as usize;
+        node = next(node) as usize;
     }
-    finish(best[0], cuts)
+    cuts
+}
+
+/// The best ways to go on from a node, lane by lane.
+#[derive(Clone, Copy)]
+struct Lanes<const L: usize> {
+    value: [i64; L],
+    cuts: [u32; L],
+    next: [u32; L],
+}
+
+/// The program in lanes of 64 bits. What limits count does not depend on the penalty, so it is settled once for all of them, and only the ways that are best
+/// by it are compared by value. `None` if the terms are too large.
+fn open_lanes<const L: usize>(
+    edges: &[Cut],
+    at: &[u32],
+    limits: &Limits,
+    penalties: &[[f64; L]],
+    worth: &impl Fn(usize, u32) -> f64,
+) -> Option<Vec<Segmentation>> {
+    let end = at.len() - 1;
+    let groups = penalties.len();
+    let lengths: Vec<i64> = (0..=limits.max.min(at[end])).map(|len| narrow(limits.length_term(len))).collect();
+    let length = |len: u32| lengths.get(len as usize).copied().unwrap_or_else(|| narrow(limits.length_term(len)));
+    // Tokens over, tokens under, fallback cuts from each node on.
+    let mut limited = vec![(0_u64, 0_u64, 0_u32); end + 1];
+    let blank = Lanes { value: [0; L], cuts: [0; L], next: [0; L] };
+    let unreached = Lanes { value: [i64::MAX; L], cuts: [u32::MAX; L], next: [0; L] };
+    let mut best = vec![blank; (end + 1) * groups];
+    // The best ways from the node at hand.
+    let mut chosen = vec![unreached; groups];
+    let mut largest = 0.0_f64;
+    for node in (0..end).rev() {
+        let mut least = (u64::MAX, u64::MAX, u32::MAX);
+        for to in node + 1..=end {
+            let len = at[to] - at[node];
+            if len > limits.max && to > node + 1 {
+                break;
+            }
+            let rest = limited[to];
+            let count = (rest.0 + u64::from(len.saturating_sub(limits.max)), rest.1 + u64::from(limits.min.saturating_sub(len)), rest.2);
+            if count > least {
+                continue;
+            }
+            if count < least {
+                least = count;
+                chosen.fill(unreached);
+            }
+            let length = length(len);
+            let worth = if node > 0 { worth(node - 1, len) } else { 0.0 };
+            largest = largest.max(worth.abs() + length as f64 / 4_294_967_296.0);
+            for ((chosen, penalties), rest) in chosen.iter_mut().zip(penalties).zip(&best[to * groups..]) {
+                compare(chosen, rest, to as u32, length, worth, penalties, node > 0);
+            }
+        }
+        for (best, chosen) in best[node * groups..].iter_mut().zip(&mut chosen) {
+            if node > 0 {
+                chosen.cuts.iter_mut().for_each(|cuts| *cuts += 1);
+            }
+            *best = *chosen;
+        }
+        let fallback = node > 0 && edges[node - 1].utility.is_none();
+        limited[node] = (least.0, least.1, least.2 + u32::from(fallback));
+    }
+    let most = penalties.iter().flatten().fold(0.0_f64, |most, p| most.max(p.abs()));
+    // Also false for terms that are no numbers.
+    let fits = (largest + most) * (end + 1) as f64 <= NARROW;
+    if !fits {
+        return None;
+    }
+    let (over, under, fallback) = limited[0];
+    let cost = Cost { over, under, fallback, ..Cost::default() };
+    let lane = |i: usize| finish(cost, walk(end, |node| best[node * groups + i / L].next[i % L]));
+    Some((0..groups * L).map(lane).collect())
+}
+
+/// Takes a way to go on where it is better: of less cost, then of fewer cuts; of equals the first stays.
+#[inline(always)]
+fn compare<const L: usize>(chosen: &mut Lanes<L>, rest: &Lanes<L>, to: u32, length: i64, worth: f64, penalties: &[f64; L], is_cut: bool) {
+    for lane in 0..L {
+        let mut value = length.wrapping_add(rest.value[lane]);
+        if is_cut {
+            value = value.wrapping_sub(narrow(worth - penalties[lane]));
+        }
+        let better = value < chosen.value[lane] || (value == chosen.value[lane] && rest.cuts[lane] < chosen.cuts[lane]);
+        chosen.value[lane] = if better { value } else { chosen.value[lane] };
+        chosen.cuts[lane] = if better { rest.cuts[lane] } else { chosen.cuts[lane] };
+        chosen.next[lane] = if better { to } else { chosen.next[lane] };
+    }
+}
+
+/// [`fixed`] of a term that is not too large for it.
+#[inline(always)]
+fn narrow(term: f64) -> i64 {
+    let scaled = term * 4_294_967_296.0 + 0.5;
+    // Rounding down is taking one off where the cast rounded up, which needs no instruction that old processors lack.
+    let cut = scaled as i64;
+    cut - i64::from(cut as f64 > scaled)
 }
 
 /// Fixed-count segmentation: [`open_count`] with exactly `count` chunks and rho = 0 (paper equation 4).
@@ -254,7 +403,7 @@ fn open(edges: &[Cut], tokens: u32, limits: &Limits, gain: impl Fn(usize, u32) -
 /// [`SegmentError::InfeasibleCount`] if no choice of edges gives that many chunks, [`SegmentError::TooLarge`] if the table of
 /// `count` x `edges` entries would be too large.
 pub fn fixed_count(edges: &[Cut], tokens: u32, limits: &Limits, count: u32) -> Result<Segmentation, SegmentError> {
-    let gains = utilities(edges, 0.0);
+    let gains = utilities(edges);
     fixed_chunks(edges, tokens, limits, count, |edge, _| gains[edge])
 }
 
@@ -398,7 +547,17 @@ mod tests {
         fn open_count_equals_brute_force((edges, tokens, limits) in case(), penalty in prop_oneof![Just(0.5), -0.5..1.5f64]) {
             let gain = |i: usize, _| edges[i].utility.unwrap_or(0.0) - penalty;
             let expected = brute_force(&edges, tokens, &limits, None, gain).unwrap();
-            prop_assert_eq!(open_count(&edges, tokens, &limits, penalty).cuts, expected);
+            let found = open_count(&edges, tokens, &limits, penalty);
+            prop_assert_eq!(&found.cuts, &expected);
+            // The wide program, and every lane of many penalties, find the same.
+            let (at, costs) = (nodes(&edges, tokens), Costs::new(limits, tokens));
+            prop_assert_eq!(&open_wide(&edges, &at, &costs, penalty, &|i, _| edges[i].utility.unwrap_or(0.0)), &found);
+            let many: Vec<f64> = (0..11).map(|i| penalty + f64::from(i - 5) / 8.0).collect();
+            let all = open_counts(&edges, tokens, &limits, &many);
+            prop_assert_eq!(&all[5], &found);
+            for (&p, found) in many.iter().zip(&all) {
+                prop_assert_eq!(found, &open_count(&edges, tokens, &limits, p));
+            }
         }
 
         #[test]
@@ -414,7 +573,10 @@ mod tests {
                 move |i: usize, len: u32| if edges[i].utility.is_some() { penalty - damage(i, len) } else { 0.0 }
             };
             let expected = brute_force(&edges, tokens, &limits, None, gain(penalty)).unwrap();
-            prop_assert_eq!(open_damage(&edges, tokens, &limits, penalty, damage).cuts, expected);
+            prop_assert_eq!(&open_damage(&edges, tokens, &limits, penalty, damage).cuts, &expected);
+            let all = open_damages(&edges, tokens, &limits, &[penalty + 1.0, penalty, penalty / 2.0], damage);
+            prop_assert_eq!(&all[1].cuts, &expected);
+            prop_assert_eq!(&all[0], &open_damage(&edges, tokens, &limits, penalty + 1.0, damage));
             let expected = brute_force(&edges, tokens, &limits, Some(count as usize), gain(0.0));
             prop_assert_eq!(fixed_damage(&edges, tokens, &limits, count, damage).ok().map(|s| s.cuts), expected);
         }
@@ -449,6 +611,15 @@ mod tests {
         assert_eq!((got.cuts.len(), got.limits_relaxed()), (1, true));
         let fine = open_count(&[Cut { token: 11, utility: Some(1.0) }], 22, &limits, 0.5);
         assert!(!fine.limits_relaxed());
+    }
+
+    #[test]
+    fn terms_too_large_for_64_bits_are_summed_in_128() {
+        let limits = Limits { target: 10, min: 0, max: 100, length_weight: 0.0 };
+        let edges: Vec<Cut> = [5, 10, 15].map(|token| Cut { token, utility: Some(0.5) }).to_vec();
+        let damage = |i: usize, _| if i == 1 { -4e9 } else { 4e9 };
+        assert_eq!(open_damage(&edges, 20, &limits, 1.0, damage).cuts, [1]);
+        assert_eq!(open_damages(&edges, 20, &limits, &[1.0, 9e9], damage)[1].cuts, [0, 1, 2]);
     }
 
     #[test]

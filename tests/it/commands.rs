@@ -65,7 +65,7 @@ fn a_long_file_becomes_parts_that_survive_a_stop() {
     let rows = place.chunks("out");
     assert_eq!((rows.len(), rows[69_999]["source_row"].as_u64()), (70_000, Some(69_999)));
     let manifest = json_lines(&std::fs::read(place.path("out/_right-reset/manifest.jsonl")).unwrap());
-    assert_eq!(manifest.iter().map(|l| l["end_row"].as_u64().unwrap()).collect::<Vec<_>>(), [65_536, 70_000]);
+    assert_eq!(manifest.iter().filter_map(|l| l["end_row"].as_u64()).collect::<Vec<_>>(), [65_536, 70_000]);
     place.run(&["--limit", "10", "--output", "few"]).ok();
     assert_eq!(place.chunks("few").len(), 10);
 }

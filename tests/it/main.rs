@@ -4,6 +4,7 @@
 mod commands;
 mod formats;
 mod hub;
+mod nightly;
 mod promises;
 mod schemas;
 mod tool;

@@ -45,7 +45,19 @@ fn versions_in_cache_keys_are_those_linked() {
 fn help_is_the_checked_in_one() {
     let place = Place::new();
     let mut text = String::new();
-    for command in [&[][..], &["run"], &["score"], &["sweep"], &["models"], &["cache"], &["schema"], &["completions"]] {
+    for command in [
+        &[][..],
+        &["run"],
+        &["plan"],
+        &["status"],
+        &["score"],
+        &["sweep"],
+        &["models"],
+        &["cache"],
+        &["cache", "prune"],
+        &["schema"],
+        &["completions"],
+    ] {
         let help = place.command(&[command, &["--help"]].concat()).env("COLUMNS", "120").output().unwrap();
         text += &format!("$ right-reset {} --help\n{}\n", command.join(" "), String::from_utf8(help.stdout).unwrap());
     }
