@@ -49,7 +49,7 @@ fn cache(c: &mut Criterion) {
     let namespace = store.namespace(&Namespace::new("rr", [("bench", String::new())])).unwrap();
     let payload = vec![7_u8; 2500];
     for i in 0..20_000_u32 {
-        store.insert(&blake3::hash(&i.to_le_bytes()), namespace, &payload).unwrap();
+        store.insert(&blake3::hash(&i.to_le_bytes()), &[(namespace, &payload)]).unwrap();
     }
     store.flush().unwrap();
     let mut i = 0_u32;

@@ -116,8 +116,7 @@ fn prepare(work: &Path, megabytes: u64, pipeline: &Path, bin: &Path) {
             };
             let curves: Curves = whole.iter().zip(&reach).zip(&after).map(of_edge).collect();
             let hash = blake3::hash(text.as_bytes());
-            store.insert(&hash, edges_of, &encode_edges(&edges)).unwrap();
-            store.insert(&hash, curves_of, &encode_curves(&curves)).unwrap();
+            store.insert(&hash, &[(edges_of, &encode_edges(&edges)), (curves_of, &encode_curves(&curves))]).unwrap();
         });
         store.flush().unwrap();
         let ids = Int64Array::from(numbers.iter().map(|&n| n as i64).collect::<Vec<_>>());

@@ -105,69 +105,69 @@ pub fn decode_curves(mut bytes: &[u8], count: usize) -> Option<Curves> {
     bytes.is_empty().then_some(curves)
 }
 
-/// Bytes of a key: text hash, namespace, block.
-pub(super) const KEY: usize = 32 + 4 + 2;
-pub(super) const MAGIC: [u8; 4] = *b"RRs1";
-/// Payload bytes of one block: with its envelope a value stays under 4 KiB.
-pub(super) const BLOCK_PAYLOAD: usize = 3_900;
-const HEADER: usize = 4 + KEY + 8 + 2 + 4 + 2;
+/// Bytes of a key: text hash, namespace.
+pub(super) const KEY: usize = 32 + 4;
+pub(super) const MAGIC: [u8; 4] = *b"RRs2";
+const HEADER: usize = 4 + KEY + 8 + 4;
 const SEAL: usize = 8;
+/// Payload bytes of an entry at most.
+pub(super) const MAX_PAYLOAD: usize = 1 << 30;
 
-/// The key of one block: ordered so that one range read returns everything known about a text.
-pub(super) fn key(text: &[u8; 32], namespace: u32, block: u16) -> [u8; KEY] {
+/// The key of a record: ordered so that one range read finds everything known about a text.
+pub(super) fn key(text: &[u8; 32], namespace: u32) -> [u8; KEY] {
     let mut key = [0; KEY];
     key[..32].copy_from_slice(text);
-    key[32..36].copy_from_slice(&namespace.to_be_bytes());
-    key[36..].copy_from_slice(&block.to_be_bytes());
+    key[32..].copy_from_slice(&namespace.to_be_bytes());
     key
 }
 
-/// One block as it lies in the store. The key is repeated inside, so that a block can be recovered from a file that has lost its index.
-pub(super) struct Block<'a> {
+/// One record as it lies in the log. It names itself, so that the index can be made again from the log.
+#[derive(Debug, PartialEq)]
+pub(super) struct Entry<'a> {
     pub(super) key: [u8; KEY],
-    /// First bytes of the namespace's hash: a number given to another namespace later never makes this block its own.
+    /// First bytes of the namespace's hash: a number given to another namespace later never makes this record its own.
     pub(super) namespace: [u8; 8],
-    /// Blocks of the record.
-    pub(super) blocks: u16,
-    /// Payload bytes of the record.
-    pub(super) bytes: u32,
     pub(super) payload: &'a [u8],
 }
 
-impl<'a> Block<'a> {
-    /// Magic (which carries the version), key, namespace hash, blocks, payload bytes of the record and of this block, payload, and a
-    /// checksum over all of it.
-    pub(super) fn seal(&self) -> Vec<u8> {
-        let mut out = Vec::with_capacity(HEADER + self.payload.len() + SEAL);
+impl<'a> Entry<'a> {
+    /// Magic (which carries the version), key, namespace hash, payload bytes, payload, and a checksum over all of it.
+    pub(super) fn seal(&self, out: &mut Vec<u8>) {
+        let start = out.len();
+        out.reserve(HEADER + self.payload.len() + SEAL);
         out.extend_from_slice(&MAGIC);
         out.extend_from_slice(&self.key);
         out.extend_from_slice(&self.namespace);
-        out.extend_from_slice(&self.blocks.to_le_bytes());
-        out.extend_from_slice(&self.bytes.to_le_bytes());
-        out.extend_from_slice(&(self.payload.len() as u16).to_le_bytes());
+        out.extend_from_slice(&(self.payload.len() as u32).to_le_bytes());
         out.extend_from_slice(self.payload);
-        let seal = blake3::hash(&out);
+        let seal = blake3::hash(&out[start..]);
         out.extend_from_slice(&seal.as_bytes()[..SEAL]);
-        out
     }
 
-    /// Opens a block at the start of `bytes`; returns it and its length. `None` if anything does not fit.
-    pub(super) fn open(bytes: &'a [u8]) -> Option<(Self, usize)> {
-        let rest = bytes.strip_prefix(&MAGIC)?;
-        let (key, rest) = rest.split_first_chunk::<KEY>()?;
-        let (namespace, rest) = rest.split_first_chunk::<8>()?;
-        let (blocks, rest) = rest.split_first_chunk::<2>()?;
-        let (total, rest) = rest.split_first_chunk::<4>()?;
-        let (len, rest) = rest.split_first_chunk::<2>()?;
-        let len = usize::from(u16::from_le_bytes(*len));
-        let payload = rest.get(..len)?;
-        let seal = rest.get(len..len + SEAL)?;
-        if blake3::hash(&bytes[..HEADER + len]).as_bytes()[..SEAL] != *seal {
-            return None;
+    /// Opens an entry at the start of `bytes`; returns it and its length. The error is how many bytes it would need, if it may be cut off.
+    pub(super) fn open(bytes: &'a [u8]) -> Result<(Self, usize), Option<usize>> {
+        if bytes.len() < HEADER {
+            return Err(MAGIC.starts_with(&bytes[..bytes.len().min(4)]).then_some(HEADER));
         }
-        let block =
-            Self { key: *key, namespace: *namespace, blocks: u16::from_le_bytes(*blocks), bytes: u32::from_le_bytes(*total), payload };
-        Some((block, HEADER + len + SEAL))
+        let length = |b: &[u8; 4]| u32::from_le_bytes(*b) as usize;
+        let parts = || {
+            let rest = bytes.strip_prefix(&MAGIC)?;
+            let (key, rest) = rest.split_first_chunk::<KEY>()?;
+            let (namespace, rest) = rest.split_first_chunk::<8>()?;
+            let (len, rest) = rest.split_first_chunk::<4>()?;
+            Some((key, namespace, length(len), rest))
+        };
+        let (key, namespace, len, rest) = parts().ok_or(None)?;
+        if len > MAX_PAYLOAD {
+            return Err(None);
+        }
+        let (Some(payload), Some(seal)) = (rest.get(..len), rest.get(len..len + SEAL)) else {
+            return Err(Some(HEADER + len + SEAL));
+        };
+        if blake3::hash(&bytes[..HEADER + len]).as_bytes()[..SEAL] != *seal {
+            return Err(None);
+        }
+        Ok((Self { key: *key, namespace: *namespace, payload }, HEADER + len + SEAL))
     }
 }
 
@@ -214,17 +214,19 @@ mod tests {
         fn any_bytes_are_refused_without_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200), n in 0usize..100) {
             let _ = decode_edges(&bytes, n);
             let _ = decode_curves(&bytes, n);
-            let _ = Block::open(&bytes);
+            let _ = Entry::open(&bytes);
         }
 
         #[test]
         fn a_flipped_bit_breaks_the_seal(payload in proptest::collection::vec(any::<u8>(), 0..100), flip in any::<proptest::sample::Index>()) {
-            let block = Block { key: key(&[7; 32], 3, 1), namespace: [9; 8], blocks: 2, bytes: 100, payload: &payload };
-            let mut sealed = block.seal();
-            prop_assert!(Block::open(&sealed).is_some());
+            let entry = Entry { key: key(&[7; 32], 3), namespace: [9; 8], payload: &payload };
+            let mut sealed = Vec::new();
+            entry.seal(&mut sealed);
+            prop_assert!(Entry::open(&sealed) == Ok((entry, sealed.len())));
+            prop_assert!((1..sealed.len()).all(|cut| matches!(Entry::open(&sealed[..cut]), Err(Some(_)))));
             let bit = flip.index(sealed.len() * 8);
             sealed[bit / 8] ^= 1 << (bit % 8);
-            prop_assert!(Block::open(&sealed).is_none());
+            prop_assert!(Entry::open(&sealed).is_err());
         }
     }
 }

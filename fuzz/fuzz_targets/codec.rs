@@ -1,0 +1,8 @@
+#![no_main]
+//! See `targets::codec`.
+
+#[allow(dead_code)]
+#[path = "../targets.rs"]
+mod targets;
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| targets::codec(bytes));
