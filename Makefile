@@ -2,7 +2,7 @@
 CARGO ?= cargo
 BIN = $(or $(CARGO_TARGET_DIR),target)/release/right-reset
 
-.PHONY: build model demo test lint bench study audit
+.PHONY: build model demo test faults fuzz lint bench study audit
 
 build:
 	$(CARGO) build --release --locked
@@ -16,6 +16,14 @@ demo: build
 
 test: model
 	$(CARGO) test --release --locked
+
+# The faults of tests/it/faults.rs ten times as often as in `make test`: kills, full disks, flipped bytes.
+faults: build
+	RIGHT_RESET_FAULTS=10 $(CARGO) test --release --locked --test it faults -- --nocapture
+
+# Needs cargo-fuzz; each target runs for five minutes. Without a nightly toolchain RUSTC_BOOTSTRAP=1 must be set.
+fuzz:
+	for target in jsonl codec manifest edges; do $(CARGO) fuzz run $$target -- -max_total_time=300 || exit 1; done
 
 lint:
 	$(CARGO) fmt --check

@@ -139,12 +139,11 @@ impl ValueLog {
         Ok(())
     }
 
-    /// Makes what was appended durable, and gives the end of the log as it was before.
-    pub(super) fn sync(&self) -> io::Result<Place> {
+    /// Makes what was appended durable.
+    pub(super) fn sync(&self) -> io::Result<()> {
         let tail = self.tail();
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
-        files[tail.file as usize].sync_data()?;
-        Ok(tail)
+        files[tail.file as usize].sync_data()
     }
 
     /// The end of the log.

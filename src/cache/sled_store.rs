@@ -152,6 +152,8 @@ pub struct SledStore {
     read_only: bool,
     max_bytes: Option<u64>,
     full: AtomicBool,
+    /// Whether anything was written since the last flush.
+    dirty: AtomicBool,
     unsound: AtomicU64,
     unwritten: AtomicU64,
     /// Held while the store is open.
@@ -210,6 +212,7 @@ impl SledStore {
             read_only,
             max_bytes,
             full: AtomicBool::new(false),
+            dirty: AtomicBool::new(false),
             unsound: AtomicU64::new(0),
             unwritten: AtomicU64::new(0),
             _lock: lock,
@@ -477,6 +480,7 @@ impl SledStore {
             lengths.push((bytes.len() - start) as u32);
         }
         let _shared = self.writing.read().unwrap_or_else(PoisonError::into_inner);
+        self.dirty.store(true, Ordering::Release);
         let mut place = self.log.append(&bytes).map_err(io(&self.path))?;
         for (entry, length) in entries.iter().zip(lengths) {
             place.length = length;
@@ -537,6 +541,7 @@ impl ScoreStore for SledStore {
         }
         used.last = now();
         let payload = serde_json::to_vec(used).unwrap_or_default();
+        self.dirty.store(true, Ordering::Release);
         self.shards[0].insert(key(&USE_KEY, id.0), payload).map(drop).map_err(|e| self.failed(&e))
     }
 
@@ -600,11 +605,17 @@ impl ScoreStore for SledStore {
         }
         let upto = {
             let _alone = self.writing.write().unwrap_or_else(PoisonError::into_inner);
+            if !self.dirty.swap(false, Ordering::AcqRel) {
+                return Ok(());
+            }
             self.log.tail()
         };
         // What the index points at is durable before the index is.
-        self.log.sync().map_err(io(&self.path))?;
-        self.flush_index(upto)?;
+        let flushed = self.log.sync().map_err(io(&self.path)).and_then(|_| self.flush_index(upto));
+        if flushed.is_err() {
+            self.dirty.store(true, Ordering::Release);
+        }
+        flushed?;
         self.check_size()
     }
 

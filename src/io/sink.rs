@@ -206,7 +206,10 @@ impl ChunkWriter {
         if self.waiting_rows == 0 {
             return Ok(());
         }
-        let batch = concat_batches(&self.schema, &self.waiting).map_err(|e| self.fail(e))?;
+        let batch = match &self.waiting[..] {
+            [whole] => whole.clone(),
+            pieces => concat_batches(&self.schema, pieces).map_err(|e| self.fail(e))?,
+        };
         self.waiting.clear();
         (self.waiting_rows, self.waiting_bytes) = (0, 0);
         let written = match &mut self.inner {

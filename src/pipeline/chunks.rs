@@ -40,7 +40,7 @@ pub(super) const OWN_COLUMNS: [&str; 17] = [
 ];
 
 /// Rows of a record batch of chunks at most, and bytes of text after which one ends.
-const BATCH_ROWS: usize = 1024;
+const BATCH_ROWS: usize = 16 << 10;
 const BATCH_BYTES: usize = 8 << 20;
 
 /// How a document is cut.
@@ -266,7 +266,8 @@ pub(super) fn assemble(
     documents: &[Chunked<'_>],
 ) -> Result<Vec<(RecordBatch, usize)>, arrow::error::ArrowError> {
     let mut out = Vec::new();
-    let mut slice = Slice::default();
+    let expected: usize = documents.iter().map(|d| if let TextCell::Text(text) = &source.texts[d.row] { text.len() } else { 0 }).sum();
+    let mut slice = Slice::for_text(expected);
     // Columns of single readouts.
     let damages = if schema.index_of("cut_damage").is_ok() { 2 } else { 0 };
     let readouts = schema.index_of("limits_relaxed")? - schema.index_of("cut_utility")? - 1 - damages;
@@ -313,7 +314,8 @@ pub(super) fn assemble(
             slice.bytes += piece.len();
             (byte, token, chars) = (byte_end, token_end, char_end);
             if slice.rows.len() == BATCH_ROWS || slice.bytes >= BATCH_BYTES {
-                out.push(std::mem::take(&mut slice).finish(schema, plan, source, file)?);
+                let next = Slice::for_text(expected);
+                out.push(std::mem::replace(&mut slice, next).finish(schema, plan, source, file)?);
             }
         }
     }
@@ -341,6 +343,11 @@ struct Slice {
 }
 
 impl Slice {
+    /// With room for the texts of a batch, or for as much as a slice may hold.
+    fn for_text(bytes: usize) -> Self {
+        Self { text: LargeStringBuilder::with_capacity(1024, bytes.min(BATCH_BYTES + (1 << 20))), ..Self::default() }
+    }
+
     fn finish(
         mut self,
         schema: &SchemaRef,

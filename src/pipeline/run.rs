@@ -149,6 +149,7 @@ pub async fn run(pipeline: &Pipeline, options: RunOptions) -> Result<Summary, Ru
         manifest,
         writer: stdout,
         temporary: None,
+        closing: None,
         part_rows: RowCounts::default(),
         part_chunks: 0,
         part_bad: Vec::new(),
@@ -163,10 +164,11 @@ pub async fn run(pipeline: &Pipeline, options: RunOptions) -> Result<Summary, Ru
         write_ns: 0,
     };
     let result = consumer.consume(events, &options).await;
-    if let (Err(_), Some(temporary)) = (&result, &consumer.temporary) {
-        consumer.writer = None;
-        // It is removed by the next run at the latest; a full disk has room again at once.
-        let _ = std::fs::remove_file(temporary);
+    // A part that is complete is committed, whatever happened behind it.
+    let closed = consumer.close().await;
+    let result = result.and(closed);
+    if result.is_err() {
+        consumer.give_up();
     }
     // What was scored is kept whatever happened since.
     let flushed = scorer.store().flush();
@@ -318,6 +320,8 @@ struct Consumer<'a> {
     manifest: Option<Manifest>,
     writer: Option<ChunkWriter>,
     temporary: Option<PathBuf>,
+    /// A part whose file is being closed and synced while the next one is made.
+    closing: Option<(tokio::task::JoinHandle<Result<(), IoError>>, PathBuf, PartLine)>,
     part_rows: RowCounts,
     part_chunks: u64,
     part_bad: Vec<(u64, String)>,
@@ -373,7 +377,12 @@ impl Consumer<'_> {
                 },
                 item = cut.next() => match item {
                     None => break,
-                    Some(item) => tokio::task::block_in_place(|| self.take(item, options.force))?,
+                    Some(item) => {
+                        if matches!(item, Cut::Other(Event::PartEnd(_))) {
+                            self.close().await?;
+                        }
+                        tokio::task::block_in_place(|| self.take(item, options.force))?;
+                    }
                 },
             }
         }
@@ -453,7 +462,8 @@ impl Consumer<'_> {
     fn writer(&mut self) -> Result<&mut ChunkWriter, RunError> {
         if self.writer.is_none() {
             let service = self.manifest.as_ref().map_or(Path::new("."), Manifest::service);
-            let path = service.join("part.rr-tmp");
+            // The one before may still be closed.
+            let path = service.join(format!("part-{}.rr-tmp", self.summary.parts_made % 2));
             let out = &self.pipeline.output;
             self.temporary = Some(path.clone());
             self.writer = Some(ChunkWriter::create(SinkTarget::File(path), self.operator.schema(), out.format, out.compression)?);
@@ -496,12 +506,9 @@ impl Consumer<'_> {
         self.operator.scorer.store().flush()?;
         kill_point!("after-cache-flush");
         self.writer()?;
-        if let Some(writer) = self.writer.take() {
-            writer.finish()?;
-        }
         let file = &self.files[end.file];
         let data = data_file(file, end.unit, end.part, self.pipeline.output.format.extension());
-        let (Some(temporary), Some(manifest)) = (self.temporary.take(), self.manifest.as_mut()) else {
+        let (Some(writer), Some(temporary), Some(manifest)) = (self.writer.take(), self.temporary.take(), self.manifest.as_ref()) else {
             return Ok(());
         };
         let target = manifest.root().join(&data);
@@ -511,7 +518,6 @@ impl Consumer<'_> {
         if self.pipeline.input.on_bad_row == OnBadRow::Quarantine {
             quarantine(manifest.service(), &file.relative, end.first_row, end.end_row, &bad)?;
         }
-        let bytes = std::fs::metadata(&temporary).map_err(at(&temporary))?.len();
         let why = if force { Why::Forced } else { manifest.lines().why(manifest.root(), &data, &end.state, &self.spec) };
         let line = PartLine {
             input: file.relative.clone(),
@@ -522,18 +528,46 @@ impl Consumer<'_> {
             end_row: end.end_row,
             last: end.last,
             file: data.clone(),
-            bytes,
+            bytes: 0,
             rows,
             chunks,
             spec: self.spec.clone(),
             why,
         };
-        manifest.commit(&temporary, line)?;
-        tracing::info!(event = "part_committed", file = data, why = %why, rows = rows.read, chunks, bytes);
         *self.made.entry(why).or_default() += 1;
         self.live.push(data);
         self.summary.parts_made += 1;
+        self.closing = Some((tokio::task::spawn_blocking(move || writer.finish()), temporary, line));
         Ok(())
+    }
+
+    /// Waits until the file of the part before is durable, and commits the part.
+    async fn close(&mut self) -> Result<(), RunError> {
+        let Some((task, temporary, mut line)) = self.closing.take() else { return Ok(()) };
+        let closed = task.await.map_err(|e| RunError::Bug(e.to_string())).and_then(|r| Ok(r?));
+        let began = Instant::now();
+        let committed = closed.and_then(|()| {
+            let Some(manifest) = self.manifest.as_mut() else { return Ok(()) };
+            tokio::task::block_in_place(|| {
+                line.bytes = std::fs::metadata(&temporary).map_err(at(&temporary))?.len();
+                tracing::info!(event = "part_committed", file = line.file, why = %line.why, rows = line.rows.read, chunks = line.chunks, bytes = line.bytes);
+                manifest.commit(&temporary, line)
+            })
+            .map_err(RunError::from)
+        });
+        self.write_ns += began.elapsed().as_nanos() as u64;
+        committed.inspect_err(|_| {
+            // The failure is what counts; a full disk has room again at once.
+            let _ = std::fs::remove_file(&temporary);
+        })
+    }
+
+    /// Removes what an unfinished part has on disk. The next run would do it at the latest; a full disk has room again at once.
+    fn give_up(&mut self) {
+        self.writer = None;
+        if let Some(temporary) = self.temporary.take() {
+            let _ = std::fs::remove_file(temporary);
+        }
     }
 
     fn finish(&mut self, options: &RunOptions) -> Result<(), RunError> {

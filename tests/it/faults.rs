@@ -300,7 +300,7 @@ fn a_torn_manifest_and_a_damaged_temporary_part_are_made_good() {
         .unwrap()
         .status;
     assert!(!status.success());
-    let part = place.path("out/_right-reset/part.rr-tmp");
+    let part = place.path("out/_right-reset/part-0.rr-tmp");
     let mut bytes = std::fs::read(&part).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 0x40;
