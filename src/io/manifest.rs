@@ -40,7 +40,7 @@ impl Rank {
     /// a new file moves nobody else's work.
     #[must_use]
     pub fn owns(&self, input: &str, unit: u32) -> bool {
-        let hash = crate::hash::words(["unit", input, &unit.to_string()].into_iter());
+        let hash = crate::hash::words(["unit", input, &unit.to_string()]);
         let mut number = [0; 8];
         number.copy_from_slice(&hash.as_bytes()[..8]);
         u64::from_le_bytes(number) % u64::from(self.world) == u64::from(self.rank)

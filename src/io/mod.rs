@@ -17,7 +17,7 @@ pub use manifest::{
     CalibrationLine, InputState, KeptParts, Lines, Manifest, PartLine, Rank, RowCounts, RunLine, SERVICE_DIR, SpeedLine, Standing, Unit,
     Why, WhyKept, WhyRemoved, file_state, hash_file, manifest_path, ranks, service_dir, standing, write_whole,
 };
-pub use readers::{Limits as ReadLimits, SourceReader, row_groups};
+pub use readers::{Limits as ReadLimits, SourceReader, units};
 pub use sink::{ChunkWriter, SinkTarget};
 
 use std::path::PathBuf;

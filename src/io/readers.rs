@@ -243,17 +243,23 @@ fn groups_of(metadata: &ParquetMetaData) -> Vec<Range<u64>> {
     rows.scan(0, |start, rows| Some(std::mem::replace(start, *start + rows)..*start)).collect()
 }
 
-/// Physical rows of each row group of a Parquet file; none of a file of another format.
+/// The units in which ranks share a file: the rows of each row group of a Parquet file; of another file, and of one without row groups, all rows.
 ///
 /// # Errors
 /// [`IoError`] if it cannot be read.
-pub fn row_groups(file: &InputFile) -> Result<Vec<Range<u64>>, IoError> {
+pub fn units(file: &InputFile) -> Result<Vec<Range<u64>>, IoError> {
+    let mut all = Vec::new();
     if file.format != Some(FileFormat::Parquet) || file.is_stdin() {
-        return Ok(Vec::new());
+        all.push(0..u64::MAX);
+        return Ok(all);
     }
     let handle = File::open(&file.path).map_err(at(&file.path))?;
     let metadata = ParquetMetaDataReader::new().parse_and_finish(&handle).map_err(|e| format_error(&file.path, "Parquet")(&e))?;
-    Ok(groups_of(&metadata))
+    all = groups_of(&metadata);
+    if all.is_empty() {
+        all.push(0..u64::MAX);
+    }
+    Ok(all)
 }
 
 /// Rows of a Parquet batch: as many as make about [`BATCH_BYTES`], from the metadata of the largest row group.

@@ -12,7 +12,7 @@ use super::RunError;
 use super::spec::{InputFormat, PassThrough, PassThroughWord, Pipeline};
 use crate::io::{
     ColumnPlan, ColumnSettings, FileFormat, InputFile, InputState, PartLine, Rank, ReadLimits, SourceBatch, SourceReader, Unit, WhyKept,
-    file_state, hash_file, row_groups,
+    file_state, hash_file, units,
 };
 
 /// A part ends after this many rows, or this many bytes of text.
@@ -179,8 +179,7 @@ impl Feeder<'_> {
         let units: Vec<(Option<u32>, Range<u64>)> = match self.options.rank {
             None => vec![(None, 0..u64::MAX)],
             Some(rank) => {
-                let groups = row_groups(&file).map_err(|e| Some(e.into()))?;
-                let units = if groups.is_empty() { vec![0..u64::MAX] } else { groups };
+                let units = units(&file).map_err(|e| Some(e.into()))?;
                 let numbered = units.into_iter().enumerate().map(|(unit, rows)| (Some(unit as u32), rows));
                 numbered.filter(|(unit, _)| unit.is_some_and(|u| rank.owns(&file.relative, u))).collect()
             }

@@ -321,7 +321,7 @@ struct Consumer<'a> {
     writer: Option<ChunkWriter>,
     temporary: Option<PathBuf>,
     /// A part whose file is being closed and synced while the next one is made.
-    closing: Option<(tokio::task::JoinHandle<Result<(), IoError>>, PathBuf, PartLine)>,
+    closing: Option<Closing>,
     part_rows: RowCounts,
     part_chunks: u64,
     part_bad: Vec<(u64, String)>,
@@ -340,6 +340,9 @@ struct Consumer<'a> {
     ended: bool,
     write_ns: u64,
 }
+
+/// A part whose file is being closed: the task, the file, and the line that will commit it.
+type Closing = (tokio::task::JoinHandle<Result<(), IoError>>, PathBuf, PartLine);
 
 enum Cut {
     Batch(usize, Result<CutBatch, RunError>),

@@ -338,12 +338,13 @@ fn open_lanes<const L: usize>(
             }
             let rest = limited[to];
             let count = (rest.0 + u64::from(len.saturating_sub(limits.max)), rest.1 + u64::from(limits.min.saturating_sub(len)), rest.2);
-            if count > least {
-                continue;
-            }
-            if count < least {
-                least = count;
-                chosen.fill(unreached);
+            match count.cmp(&least) {
+                Ordering::Greater => continue,
+                Ordering::Less => {
+                    least = count;
+                    chosen.fill(unreached);
+                }
+                Ordering::Equal => {}
             }
             let length = length(len);
             let worth = if node > 0 { worth(node - 1, len) } else { 0.0 };
@@ -376,10 +377,10 @@ fn open_lanes<const L: usize>(
 /// Takes a way to go on where it is better: of less cost, then of fewer cuts; of equals the first stays.
 #[inline(always)]
 fn compare<const L: usize>(chosen: &mut Lanes<L>, rest: &Lanes<L>, to: u32, length: i64, worth: f64, penalties: &[f64; L], is_cut: bool) {
-    for lane in 0..L {
+    for (lane, penalty) in penalties.iter().enumerate() {
         let mut value = length.wrapping_add(rest.value[lane]);
         if is_cut {
-            value = value.wrapping_sub(narrow(worth - penalties[lane]));
+            value = value.wrapping_sub(narrow(worth - penalty));
         }
         let better = value < chosen.value[lane] || (value == chosen.value[lane] && rest.cuts[lane] < chosen.cuts[lane]);
         chosen.value[lane] = if better { value } else { chosen.value[lane] };

@@ -173,6 +173,7 @@ fn a_full_disk_is_said_and_loses_nothing() {
 }
 
 #[test]
+#[allow(clippy::print_stderr)]
 fn a_small_file_system_fills_up_and_empties_again() {
     let (place, expected) = workload();
     let small = place.path("small");

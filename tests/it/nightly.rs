@@ -336,7 +336,11 @@ fn what_an_older_version_wrote_still_opens() {
         for entry in std::fs::read_dir(from).unwrap() {
             let path = entry.unwrap().path();
             let target = to.join(path.file_name().unwrap());
-            if path.is_dir() { copy(&path, &target) } else { drop(std::fs::copy(&path, target).unwrap()) }
+            if path.is_dir() {
+                copy(&path, &target);
+            } else {
+                std::fs::copy(&path, target).unwrap();
+            }
         }
     }
     let place = Place::new();
