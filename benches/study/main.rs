@@ -19,6 +19,7 @@ use right_reset::pipeline;
 use right_reset::pipeline::spec::Pipeline;
 use right_reset::score::{Curves, Knots, Stage, reach};
 use right_reset::segment::{grouped_percentiles, percentiles};
+use right_reset::text::Tokenizer;
 use streams::Stream;
 
 /// The longest window of the study's own streams, and of the streams kept for the last word.
@@ -514,7 +515,74 @@ fn code() -> Vec<Stream> {
     pieces.chunks_exact(4).enumerate().map(of).collect()
 }
 
+fn ids(streams: &[Stream]) -> Vec<String> {
+    streams.iter().map(|s| s.id.clone()).collect()
+}
+
+/// What stands before the window, on all streams.
+fn prefixes(work: &Path, packed: &Path, streams: &[Stream], tokenizer: &Tokenizer) {
+    // What stands before the window, with the default's stages, on all streams.
+    let mut rows: Vec<Row> = Vec::new();
+    let mut every: Vec<Doc> = streams.iter().map(|s| Doc::new(s, tokenizer)).collect();
+    const PREFIXES: [(&str, &str); 3] = [("document", "document"), ("newline", "separator:\n"), ("bos", "bos")];
+    const DEFAULT: &[(u32, f64)] = &[(16, 0.5), (48, 0.3), (96, 0.2)];
+    for (name, prefix) in PREFIXES {
+        let settings = format!(
+            "readouts = [\"lr\"]\nreset_prefix = {prefix:?}\nstages = [[16, 0.5], [48, 0.3], [96, 0.2], [256]]\n[edges]\ngrid = 32"
+        );
+        read_edges(&export(work, packed, &format!("all-{name}"), &settings), &ids(streams), &mut every, &[("curve", name)]);
+    }
+    for (name, _) in PREFIXES {
+        let judge = move |doc: &Doc| -> (Damage, f64) {
+            let reach = staged(doc, name, &stages(DEFAULT), 256, "lr");
+            (Box::new(read(damages(doc, name, &reach, 0.5))), cost(doc, &reach, 1))
+        };
+        let settings = grid(&(4..=18).map(|i| f64::from(i) * 2.0).collect::<Vec<_>>(), &[6.0, 10.0, 15.0, 20.0, 30.0]);
+        let method = Method { name: format!("the default's stages ({name})"), of: Box::new(judge), settings };
+        rows.push(cross_validate(&method, &every));
+    }
+    println!("\n## What stands before the window, the default's stages: all {} streams, every 32 tokens\n", every.len());
+    print(&rows, &every);
+    println!();
+    gains(&rows[1..], &rows[0].folded, &every);
+}
+
+/// The presets on texts of several kinds.
+fn products(work: &Path, dev: &[Stream], streams: &[Stream], part: &[Stream], tokenizer: &Tokenizer) {
+    println!("\n## The product itself\n");
+    println!("| texts | preset | forward tokens per source token | seconds | clean-unit recovery | partition F1 |");
+    println!("|---|---|---|---|---|---|");
+    let wrapped: Vec<Stream> = part.iter().map(wrapped).collect();
+    let short: Vec<Stream> = streams.iter().filter(|s| s.starts.len() == 3).take(part.len()).cloned().collect();
+    let kinds = [
+        ("last word", dev),
+        ("study, a sixth", part),
+        ("the same, lines of 72 characters", &wrapped),
+        ("study, three records", &short),
+        ("Rust code", &code()),
+    ];
+    for (what, streams) in kinds {
+        for preset in ["standard", "thorough", "paper"] {
+            if preset == "thorough" && what != "last word" {
+                continue;
+            }
+            let (found, cost, seconds) = product(work, streams, &format!("preset = {preset:?}"));
+            let (sum, docs) = (total(found.iter()), streams.iter().map(|s| Doc::new(s, tokenizer)).collect::<Vec<_>>());
+            let (low, high) = interval(&docs, |drawn| total(drawn.iter().map(|&d| &found[d])).recovery());
+            println!(
+                "| {what} ({} records) | {preset} | {cost:.1} | {seconds:.0} | {:.3} [{low:.2}, {high:.2}] | {:.3} |",
+                sum.records,
+                sum.recovery(),
+                sum.f1()
+            );
+        }
+    }
+}
+
 fn main() {
+    // Sections by name, or all: tables, prefixes, product.
+    let named: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
+    let wanted = |section: &str| named.is_empty() || named.iter().any(|n| n == section);
     let Some(data) = std::env::var_os("RIGHT_RESET_STUDY_DATA").map(PathBuf::from) else {
         println!("RIGHT_RESET_STUDY_DATA names no folder: nothing to study");
         return;
@@ -534,7 +602,16 @@ fn main() {
     }
     let streams = Stream::read(&std::fs::read_to_string(&packed).unwrap());
     let tokenizer = model::load_tokenizer(&model::resolve("smollm2-135m", &models).unwrap().path).unwrap();
-    let ids = |streams: &[Stream]| streams.iter().map(|s| s.id.clone()).collect::<Vec<_>>();
+    let part: Vec<Stream> = streams.iter().step_by(6).cloned().collect();
+    if wanted("prefixes") {
+        prefixes(&work, &packed, &streams, &tokenizer);
+    }
+    if wanted("product") {
+        products(&work, &dev, &streams, &part, &tokenizer);
+    }
+    if !wanted("tables") {
+        return;
+    }
     let dev_file = data.join("streams_dev.jsonl");
     let (lr_rr, lr, rr) = ("readouts = [\"lr\", \"rr\"]", "readouts = [\"lr\"]", "readouts = [\"rr\"]\nwindow = 24");
 
@@ -564,7 +641,6 @@ fn main() {
     }
 
     // Other prefixes, on a part of the streams.
-    let part: Vec<Stream> = streams.iter().step_by(6).cloned().collect();
     let few = work.join("part.jsonl");
     std::fs::write(&few, part.iter().map(|s| s.to_json().to_string() + "\n").collect::<String>()).unwrap();
     let mut some: Vec<Doc> = part.iter().map(|s| Doc::new(s, &tokenizer)).collect();
@@ -620,29 +696,6 @@ fn main() {
     rows.extend(on_study.par_iter().map(|m| cross_validate(m, &some)).collect::<Vec<_>>());
     print(&rows, &some);
 
-    // What stands before the window, with the default's stages, on all streams.
-    let mut rows: Vec<Row> = Vec::new();
-    let mut every: Vec<Doc> = streams.iter().map(|s| Doc::new(s, &tokenizer)).collect();
-    const PREFIXES: [(&str, &str); 3] = [("document", "document"), ("newline", "separator:\n"), ("bos", "bos")];
-    const DEFAULT: &[(u32, f64)] = &[(16, 0.5), (48, 0.3), (96, 0.2)];
-    for (name, prefix) in PREFIXES {
-        let settings = format!("{lr}\nreset_prefix = {prefix:?}\nstages = [[16, 0.5], [48, 0.3], [96, 0.2], [256]]\n[edges]\ngrid = 32");
-        read_edges(&export(&work, &packed, &format!("all-{name}"), &settings), &ids(&streams), &mut every, &[("curve", name)]);
-    }
-    for (name, _) in PREFIXES {
-        let judge = move |doc: &Doc| -> (Damage, f64) {
-            let reach = staged(doc, name, &stages(DEFAULT), 256, "lr");
-            (Box::new(read(damages(doc, name, &reach, 0.5))), cost(doc, &reach, 1))
-        };
-        let settings = grid(&(4..=18).map(|i| f64::from(i) * 2.0).collect::<Vec<_>>(), &[6.0, 10.0, 15.0, 20.0, 30.0]);
-        let method = Method { name: format!("the default's stages ({name})"), of: Box::new(judge), settings };
-        rows.push(cross_validate(&method, &every));
-    }
-    println!("\n## What stands before the window, the default's stages: all {} streams, every 32 tokens\n", every.len());
-    print(&rows, &every);
-    println!();
-    gains(&rows[1..], &rows[0].folded, &every);
-
     println!("\n## Windows of 192 tokens on the streams kept for the last word, every 32 tokens, 22 nats\n");
     let docs = coarser(&last, 32);
     let fixed = |method: &Method| {
@@ -674,33 +727,4 @@ fn main() {
     let base = finals.iter().find(|r| r.name.starts_with("RR 24 of block 22, no prefix")).map(|r| r.folded.clone()).unwrap();
     println!("\n## Recovery over that of RR at 24 tokens, same streams\n");
     gains(&finals, &base, &last);
-
-    println!("\n## The product itself\n");
-    println!("| texts | preset | forward tokens per source token | seconds | clean-unit recovery | partition F1 |");
-    println!("|---|---|---|---|---|---|");
-    let wrapped: Vec<Stream> = part.iter().map(wrapped).collect();
-    let short: Vec<Stream> = streams.iter().filter(|s| s.starts.len() == 3).take(part.len()).cloned().collect();
-    let kinds = [
-        ("last word", &dev),
-        ("study, a sixth", &part),
-        ("the same, lines of 72 characters", &wrapped),
-        ("study, three records", &short),
-        ("Rust code", &code()),
-    ];
-    for (what, streams) in kinds {
-        for preset in ["standard", "thorough", "paper"] {
-            if preset == "thorough" && what != "last word" {
-                continue;
-            }
-            let (found, cost, seconds) = product(&work, streams, &format!("preset = {preset:?}"));
-            let (sum, docs) = (total(found.iter()), streams.iter().map(|s| Doc::new(s, &tokenizer)).collect::<Vec<_>>());
-            let (low, high) = interval(&docs, |drawn| total(drawn.iter().map(|&d| &found[d])).recovery());
-            println!(
-                "| {what} ({} records) | {preset} | {cost:.1} | {seconds:.0} | {:.3} [{low:.2}, {high:.2}] | {:.3} |",
-                sum.records,
-                sum.recovery(),
-                sum.f1()
-            );
-        }
-    }
 }
