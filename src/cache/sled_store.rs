@@ -28,6 +28,8 @@ const SHARDS: usize = 4;
 const SHARD_CACHE_BYTES: u64 = 16 << 20;
 /// Keys of namespace descriptions begin with this instead of a text hash.
 const NAMESPACE_KEY: [u8; 32] = *b"namespace description ..........";
+/// Bytes of one record in the value of the index: namespace and place.
+const ITEM: usize = 4 + Place::BYTES;
 /// Up to where in the log a database knows all records.
 const WATERMARK: &[u8] = b"watermark";
 /// Keys of what is remembered of a namespace's use.
@@ -139,6 +141,14 @@ impl Scanned {
     }
 }
 
+/// The records of a text in the index: namespaces and places.
+fn items(value: &[u8]) -> impl Iterator<Item = (u32, Place)> {
+    value.as_chunks::<ITEM>().0.iter().filter_map(|item| {
+        let (id, place) = item.split_first_chunk::<4>()?;
+        Some((u32::from_be_bytes(*id), Place::decode(place)?))
+    })
+}
+
 /// The store: log and index.
 pub struct SledStore {
     path: PathBuf,
@@ -242,9 +252,8 @@ impl SledStore {
             let number = self.number(&entry.key);
             end = place.behind();
             if place >= marks[number] {
-                // A key is written once; should the log hold it twice, the first counts.
-                let written = self.shards[number].compare_and_swap(entry.key, None as Option<&[u8]>, Some(&place.encode()[..]));
-                found += u64::from(written.map_err(|e| self.failed(&e))?.is_ok());
+                // A record is written once; should the log hold it twice, the first sound one counts.
+                found += u64::from(self.index(&entry.key[..32], &[(namespace_of(&entry.key), place)], false)?);
                 since += 1;
             }
             if since == 100_000 {
@@ -277,11 +286,11 @@ impl SledStore {
 
     fn read_namespaces(&mut self) -> Result<(), CacheError> {
         let (mut namespaces, mut uses) = (BTreeMap::new(), BTreeMap::new());
-        for item in self.shards[0].scan_prefix(NAMESPACE_KEY) {
-            let (stored, place) = item.map_err(|e| self.failed(&e))?;
-            let bytes = Place::decode(&place).map(|p| self.log.read(p)).transpose().map_err(io(&self.path))?.flatten().unwrap_or_default();
+        let described = self.shards[self.number(&NAMESPACE_KEY)].get(NAMESPACE_KEY).map_err(|e| self.failed(&e))?.unwrap_or_default();
+        for (id, place) in items(&described) {
+            let bytes = self.log.read(place).map_err(io(&self.path))?.unwrap_or_default();
             if let Ok((entry, _)) = Entry::open(&bytes)
-                && entry.key[..] == stored[..]
+                && entry.key == key(&NAMESPACE_KEY, id)
                 && let Ok(namespace) = serde_json::from_slice::<Namespace>(entry.payload)
             {
                 namespaces.insert(namespace_of(&entry.key), namespace);
@@ -297,9 +306,26 @@ impl SledStore {
         Ok(())
     }
 
-    /// Number of the database that knows a text; of namespace descriptions, the first.
-    fn number(&self, key: &[u8; KEY]) -> usize {
-        if key.starts_with(&NAMESPACE_KEY) { 0 } else { usize::from(key[0]) * SHARDS / 256 }
+    /// Number of the database that knows a text.
+    fn number(&self, text: &[u8]) -> usize {
+        usize::from(text[0]) * SHARDS / 256
+    }
+
+    /// Writes down where records of a text lie: in place of what is known of them, or only if nothing is. Says whether that changed anything.
+    fn index(&self, text: &[u8], new: &[(u32, Place)], replace: bool) -> Result<bool, CacheError> {
+        let mut changed = false;
+        let update = |old: Option<&[u8]>| {
+            let old: Vec<(u32, Place)> = items(old.unwrap_or_default()).collect();
+            let is_in = |list: &[(u32, Place)], id: u32| list.iter().any(|(other, _)| *other == id);
+            let (keep, add): (Vec<_>, Vec<_>) = match replace {
+                true => (old.iter().filter(|(id, _)| !is_in(new, *id)).collect(), new.iter().collect()),
+                false => (old.iter().collect(), new.iter().filter(|(id, _)| !is_in(&old, *id)).collect()),
+            };
+            changed = !add.is_empty();
+            Some(keep.into_iter().chain(add).flat_map(|(id, place)| [&id.to_be_bytes()[..], &place.encode()].concat()).collect::<Vec<u8>>())
+        };
+        self.shards[self.number(text)].fetch_and_update(text, update).map_err(|e| self.failed(&e))?;
+        Ok(changed)
     }
 
     /// Marks the store so that the next opening rescues it, and reports.
@@ -367,11 +393,12 @@ impl SledStore {
     fn for_each_entry(&self, mut take: impl FnMut(&Entry<'_>) -> Result<(), CacheError>) -> Result<u64, CacheError> {
         let mut lost = 0;
         let scanned = self.log.scan(Place::default(), |place, entry| {
-            let known = self.shards[self.number(&entry.key)].get(entry.key).map_err(|e| self.failed(&e))?;
-            match known.map(|k| Place::decode(&k)) {
-                Some(Some(known)) if known == place => take(entry)?,
-                Some(Some(_)) => {}
-                _ => lost += 1,
+            let text = &entry.key[..32];
+            let known = self.shards[self.number(text)].get(text).map_err(|e| self.failed(&e))?.unwrap_or_default();
+            match items(&known).find(|(id, _)| *id == namespace_of(&entry.key)) {
+                Some((_, known)) if known == place => take(entry)?,
+                Some(_) => {}
+                None => lost += 1,
             }
             Ok::<_, Scanned>(())
         });
@@ -471,7 +498,7 @@ impl SledStore {
         Ok((before, folder_bytes(&place)))
     }
 
-    /// Appends entries in one piece and indexes them.
+    /// Appends entries of one text in one piece and indexes them.
     fn write(&self, entries: &[&Entry<'_>]) -> Result<(), CacheError> {
         let (mut bytes, mut lengths) = (Vec::new(), Vec::new());
         for entry in entries {
@@ -482,12 +509,16 @@ impl SledStore {
         let _shared = self.writing.read().unwrap_or_else(PoisonError::into_inner);
         self.dirty.store(true, Ordering::Release);
         let mut place = self.log.append(&bytes).map_err(io(&self.path))?;
+        let mut new = Vec::with_capacity(entries.len());
         for (entry, length) in entries.iter().zip(lengths) {
             place.length = length;
-            self.shards[self.number(&entry.key)].insert(entry.key, &place.encode()[..]).map_err(|e| self.failed(&e))?;
+            new.push((namespace_of(&entry.key), place));
             place.offset += u64::from(length);
         }
-        Ok(())
+        match entries.first() {
+            Some(first) => self.index(&first.key[..32], &new, true).map(drop),
+            None => Ok(()),
+        }
     }
 
     fn known(&self) -> MutexGuard<'_, BTreeMap<u32, Namespace>> {
@@ -552,14 +583,13 @@ impl ScoreStore for SledStore {
 
     fn lookup(&self, text: &blake3::Hash, wanted: &[NamespaceId]) -> Result<Vec<Option<Vec<u8>>>, CacheError> {
         let mut places: Vec<(Place, usize)> = Vec::with_capacity(wanted.len());
-        let shard = &self.shards[self.number(&key(text.as_bytes(), 0))];
-        for item in shard.scan_prefix(text.as_bytes()) {
-            let (stored, place) = item.map_err(|e| self.failed(&e))?;
-            let Ok(stored) = <[u8; KEY]>::try_from(&stored[..]) else { continue };
-            let Some(i) = wanted.iter().position(|id| id.0 == namespace_of(&stored)) else { continue };
-            match Place::decode(&place).filter(|p| p.length as usize <= MAX_PAYLOAD) {
-                Some(place) => places.push((place, i)),
-                None => drop(self.unsound.fetch_add(1, Ordering::Relaxed)),
+        let known = self.shards[self.number(text.as_bytes())].get(text.as_bytes()).map_err(|e| self.failed(&e))?.unwrap_or_default();
+        for (id, place) in items(&known) {
+            let Some(i) = wanted.iter().position(|wanted| wanted.0 == id) else { continue };
+            if place.length as usize > MAX_PAYLOAD + 1024 {
+                self.unsound.fetch_add(1, Ordering::Relaxed);
+            } else {
+                places.push((place, i));
             }
         }
         places.sort_unstable();
