@@ -1,4 +1,4 @@
-//! The bytes of records: payloads of edges and curves, and the sealed blocks they are stored in.
+//! The bytes of records: payloads of edges and curves, and the sealed entries they are stored in.
 
 use crate::index::{ByteIdx, TokenIdx};
 use crate::score::Curves;
@@ -113,7 +113,7 @@ const SEAL: usize = 8;
 /// Payload bytes of an entry at most.
 pub(super) const MAX_PAYLOAD: usize = 1 << 30;
 
-/// The key of a record: ordered so that one range read finds everything known about a text.
+/// The key of a record.
 pub(super) fn key(text: &[u8; 32], namespace: u32) -> [u8; KEY] {
     let mut key = [0; KEY];
     key[..32].copy_from_slice(text);

@@ -156,7 +156,8 @@ pub struct SledStore {
     shards: Vec<sled::Db>,
     /// Writers hold it shared from the log to the index; a flush holds it alone while it reads where the log ends.
     writing: RwLock<()>,
-    namespaces: Mutex<BTreeMap<u32, Namespace>>,
+    /// Namespaces by number, each with its [tag].
+    namespaces: Mutex<BTreeMap<u32, (Namespace, [u8; 8])>>,
     uses: Mutex<BTreeMap<u32, Use>>,
     /// Nothing is written.
     read_only: bool,
@@ -184,8 +185,13 @@ impl SledStore {
     /// # Errors
     /// As [`Self::open`].
     pub fn open_to_read(path: &Path) -> Result<Option<Self>, CacheError> {
-        let there = [VERSION_DIR, OLD_DIR, v1::DIR].iter().any(|dir| path.join(dir).is_dir());
-        there.then(|| Self::open_as(path, None, true)).transpose()
+        Self::is_at(path).then(|| Self::open_as(path, None, true)).transpose()
+    }
+
+    /// Whether there is a store in folder `path`.
+    #[must_use]
+    pub fn is_at(path: &Path) -> bool {
+        [VERSION_DIR, OLD_DIR, v1::DIR].iter().any(|dir| path.join(dir).is_dir())
     }
 
     fn open_as(path: &Path, max_bytes: Option<u64>, read_only: bool) -> Result<Self, CacheError> {
@@ -198,8 +204,7 @@ impl SledStore {
             v1::convert(path, &fresh)?;
             fresh.flush()?;
             drop(fresh);
-            fs::rename(path.join(FRESH_DIR), path.join(VERSION_DIR)).map_err(io(path))?;
-            fs::remove_dir_all(path.join(v1::DIR)).map_err(io(path))?;
+            put_in_place(path)?;
         }
         Self::open_in(path, &path.join(VERSION_DIR), lock, max_bytes, read_only)
     }
@@ -293,7 +298,8 @@ impl SledStore {
                 && entry.key == key(&NAMESPACE_KEY, id)
                 && let Ok(namespace) = serde_json::from_slice::<Namespace>(entry.payload)
             {
-                namespaces.insert(namespace_of(&entry.key), namespace);
+                let tag = tag(&namespace);
+                namespaces.insert(id, (namespace, tag));
             }
         }
         for item in self.shards[0].scan_prefix(USE_KEY) {
@@ -366,10 +372,10 @@ impl SledStore {
     /// # Errors
     /// [`CacheError`] if the store cannot be read.
     pub fn stats(&self) -> Result<StoreStats, CacheError> {
-        let known = self.known().clone();
-        let mut by_id: BTreeMap<u32, NamespaceStats> = known
+        let mut by_id: BTreeMap<u32, NamespaceStats> = self
+            .namespaces()
             .into_iter()
-            .map(|(id, namespace)| {
+            .map(|(NamespaceId(id), namespace)| {
                 (id, NamespaceStats { id, namespace, used: self.uses().get(&id).cloned(), records: 0, payload_bytes: 0 })
             })
             .collect();
@@ -418,7 +424,7 @@ impl SledStore {
         &self,
         mut take: impl FnMut(blake3::Hash, NamespaceId, &[u8]) -> Result<(), CacheError>,
     ) -> Result<u64, CacheError> {
-        let tags: BTreeMap<u32, [u8; 8]> = self.known().iter().map(|(&id, n)| (id, tag(n))).collect();
+        let tags: BTreeMap<u32, [u8; 8]> = self.known().iter().map(|(&id, (_, tag))| (id, *tag)).collect();
         let mut strange = 0;
         let unsound = self.for_each_entry(|entry| {
             if entry.key.starts_with(&NAMESPACE_KEY) {
@@ -464,10 +470,10 @@ impl SledStore {
     /// [`CacheError`] if the disk refuses; nothing is lost.
     pub fn rewrite(self, without: &[NamespaceId]) -> Result<(u64, u64), CacheError> {
         let path = self.path.clone();
-        let (place, fresh, old) = (path.join(VERSION_DIR), path.join(FRESH_DIR), path.join(OLD_DIR));
+        let place = path.join(VERSION_DIR);
         let before = folder_bytes(&place);
         let lock = self._lock.try_clone().map_err(io(&path))?;
-        let new = Self::open_in(&path, &fresh, lock, None, false)?;
+        let new = Self::open_in(&path, &path.join(FRESH_DIR), lock, None, false)?;
         let mut since = 0;
         self.for_each_entry(|entry| {
             if without.contains(&NamespaceId(namespace_of(&entry.key))) {
@@ -489,12 +495,7 @@ impl SledStore {
         // The databases let go of their files.
         let Self { shards, _lock, .. } = self;
         drop((shards, new));
-        kill_point!("before-cache-swap");
-        fs::rename(&place, &old).map_err(io(&path))?;
-        kill_point!("between-cache-swap");
-        fs::rename(&fresh, &place).map_err(io(&path))?;
-        kill_point!("after-cache-swap");
-        finish_rewrite(&path)?;
+        put_in_place(&path)?;
         Ok((before, folder_bytes(&place)))
     }
 
@@ -521,9 +522,23 @@ impl SledStore {
         }
     }
 
-    fn known(&self) -> MutexGuard<'_, BTreeMap<u32, Namespace>> {
+    fn known(&self) -> MutexGuard<'_, BTreeMap<u32, (Namespace, [u8; 8])>> {
         self.namespaces.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Puts the store that was built anew in the place of the one there is, and removes that. Nothing is removed before the new one is durably there.
+fn put_in_place(path: &Path) -> Result<(), CacheError> {
+    let (place, fresh) = (path.join(VERSION_DIR), path.join(FRESH_DIR));
+    kill_point!("before-cache-swap");
+    if place.exists() {
+        fs::rename(&place, path.join(OLD_DIR)).map_err(io(path))?;
+    }
+    kill_point!("between-cache-swap");
+    fs::rename(&fresh, &place).map_err(io(path))?;
+    File::open(path).and_then(|folder| folder.sync_all()).map_err(io(path))?;
+    kill_point!("after-cache-swap");
+    finish_rewrite(path)
 }
 
 /// Brings a rewrite, or a conversion, that was cut short to an end.
@@ -545,7 +560,7 @@ fn finish_rewrite(path: &Path) -> Result<(), CacheError> {
 impl ScoreStore for SledStore {
     fn namespace(&self, namespace: &Namespace) -> Result<NamespaceId, CacheError> {
         let mut known = self.known();
-        if let Some((&id, _)) = known.iter().find(|(_, n)| *n == namespace) {
+        if let Some((&id, _)) = known.iter().find(|(_, (n, _))| n == namespace) {
             return Ok(NamespaceId(id));
         }
         if self.read_only {
@@ -554,8 +569,9 @@ impl ScoreStore for SledStore {
         }
         let id = known.last_key_value().map_or(1, |(&last, _)| last + 1);
         let payload = serde_json::to_vec(namespace).unwrap_or_default();
-        self.write(&[&Entry { key: key(&NAMESPACE_KEY, id), namespace: tag(namespace), payload: &payload }])?;
-        known.insert(id, namespace.clone());
+        let tag = tag(namespace);
+        self.write(&[&Entry { key: key(&NAMESPACE_KEY, id), namespace: tag, payload: &payload }])?;
+        known.insert(id, (namespace.clone(), tag));
         drop(known);
         self.flush()?;
         Ok(NamespaceId(id))
@@ -577,8 +593,7 @@ impl ScoreStore for SledStore {
     }
 
     fn namespaces(&self) -> Vec<(NamespaceId, Namespace)> {
-        let known = self.namespaces.lock().unwrap_or_else(PoisonError::into_inner);
-        known.iter().map(|(&id, n)| (NamespaceId(id), n.clone())).collect()
+        self.known().iter().map(|(&id, (n, _))| (NamespaceId(id), n.clone())).collect()
     }
 
     fn lookup(&self, text: &blake3::Hash, wanted: &[NamespaceId]) -> Result<Vec<Option<Vec<u8>>>, CacheError> {
@@ -595,14 +610,17 @@ impl ScoreStore for SledStore {
         places.sort_unstable();
         let read = self.log.read_all(&places.iter().map(|p| p.0).collect::<Vec<_>>()).map_err(io(&self.path))?;
         let mut out = vec![None; wanted.len()];
-        let known = self.known();
+        // The lock is let go of before checksums are computed: other threads look up too.
+        let tags: Vec<Option<[u8; 8]>> = {
+            let known = self.known();
+            wanted.iter().map(|id| known.get(&id.0).map(|(_, tag)| *tag)).collect()
+        };
         for (bytes, (_, i)) in read.into_iter().zip(places) {
             let own = key(text.as_bytes(), wanted[i].0);
-            let tag = known.get(&wanted[i].0).map(tag);
             let sound = bytes
                 .as_deref()
                 .and_then(|b| Entry::open(b).ok())
-                .filter(|(e, length)| e.key == own && Some(e.namespace) == tag && Some(*length) == bytes.as_ref().map(Vec::len));
+                .filter(|(e, length)| e.key == own && Some(e.namespace) == tags[i] && Some(*length) == bytes.as_ref().map(Vec::len));
             match sound {
                 Some((entry, _)) => out[i] = Some(entry.payload.to_vec()),
                 None => drop(self.unsound.fetch_add(1, Ordering::Relaxed)),
@@ -621,7 +639,7 @@ impl ScoreStore for SledStore {
         }
         let mut entries = Vec::with_capacity(records.len());
         for (id, payload) in records {
-            match self.known().get(&id.0).map(tag).filter(|_| payload.len() <= MAX_PAYLOAD) {
+            match self.known().get(&id.0).map(|(_, tag)| *tag).filter(|_| payload.len() <= MAX_PAYLOAD) {
                 Some(namespace) => entries.push(Entry { key: key(text.as_bytes(), id.0), namespace, payload }),
                 None => refuse(1)?,
             }

@@ -211,14 +211,15 @@ fn share(parts: &args::Parts) -> Result<Option<right_reset::io::Rank>, Failure> 
 }
 
 fn cache(command: CacheCommand, path: &Path, models: &Path) -> Result<(), Failure> {
-    let existing =
-        || SledStore::open_to_read(path)?.ok_or_else(|| Failure::fault(format!("there is no score cache at {}", path.display())));
+    let none = || Failure::fault(format!("there is no score cache at {}", path.display()));
+    let existing = || SledStore::open_to_read(path)?.ok_or_else(none);
+    let to_rewrite = || if SledStore::is_at(path) { Ok(SledStore::open(path, None)?) } else { Err(none()) };
     match command {
         CacheCommand::Path { .. } => {
             println!("{}", path.display());
             Ok(())
         }
-        CacheCommand::Stats { .. } => print::json(&serde_json::to_value(existing()?.stats()?).unwrap_or_default()),
+        CacheCommand::Stats { .. } => print::json(&existing()?.stats()?),
         CacheCommand::Verify { .. } => {
             let stats = existing()?.stats()?;
             let records: u64 = stats.namespaces.iter().map(|n| n.records).sum();
@@ -242,24 +243,24 @@ fn cache(command: CacheCommand, path: &Path, models: &Path) -> Result<(), Failur
             if model.is_none() && readout.is_none() && unused_for.is_none() {
                 return Err(Failure { kind: Kind::Usage, text: "say what to remove with --model, --readout or --unused-for".into() });
             }
-            drop(existing()?);
             // A path stands for the name that runs use.
             let model = model.map(|given| model::resolve(&given, models).map_or(given, |found| found.name));
-            let store = SledStore::open(path, None)?;
+            let store = to_rewrite()?;
             let chosen = store.to_prune(&Prune { model, kind: readout, unused_for: unused_for.map(|t| t.0) });
+            if chosen.is_empty() {
+                println!("nothing to remove");
+                return Ok(());
+            }
             for namespace in store.stats()?.namespaces.iter().filter(|n| chosen.contains(&cache::NamespaceId(n.id))) {
                 println!("{} records of {}", namespace.records, serde_json::to_string(&namespace.namespace).unwrap_or_default());
             }
-            if chosen.is_empty() {
-                println!("nothing to remove");
-            } else if !dry_run {
+            if !dry_run {
                 rewritten(store.rewrite(&chosen)?);
             }
             Ok(())
         }
         CacheCommand::Compact => {
-            drop(existing()?);
-            rewritten(SledStore::open(path, None)?.rewrite(&[])?);
+            rewritten(to_rewrite()?.rewrite(&[])?);
             Ok(())
         }
     }

@@ -33,7 +33,7 @@ fn out(text: &str) -> Result<(), Failure> {
     }
 }
 
-pub(super) fn json(value: &serde_json::Value) -> Result<(), Failure> {
+pub(super) fn json(value: &impl serde::Serialize) -> Result<(), Failure> {
     let text = serde_json::to_string_pretty(value).map_err(|e| Failure::fault(e.to_string()))?;
     out(&(text + "\n"))
 }
@@ -93,7 +93,7 @@ fn time(seconds: f64) -> String {
 
 pub(super) fn plan(p: &Plan, as_json: bool) -> Result<(), Failure> {
     if as_json {
-        return json(&serde_json::to_value(p).unwrap_or_default());
+        return json(p);
     }
     let made: u64 = p.parts_made.values().sum();
     let why: Vec<String> = p.parts_made.iter().map(|(why, n)| format!("{n} {why}")).collect();
@@ -127,7 +127,7 @@ pub(super) fn plan(p: &Plan, as_json: bool) -> Result<(), Failure> {
 
 pub(super) fn status(s: &Status, as_json: bool) -> Result<(), Failure> {
     if as_json {
-        return json(&serde_json::to_value(s).unwrap_or_default());
+        return json(s);
     }
     let mut text = String::new();
     for w in &s.workers {
@@ -233,7 +233,7 @@ pub(super) fn first_chunks(folder: &Path, count: usize) -> Result<(), Failure> {
 
 pub(super) fn sweep(found: &Sweep, as_json: bool) -> Result<(), Failure> {
     if as_json {
-        return json(&serde_json::to_value(found).unwrap_or_default());
+        return json(found);
     }
     let mut text = format!(
         "{:>8} {:>9} {:>8} {:>5} {:>5} {:>5} {:>7} {:>7} {:>8}\n",

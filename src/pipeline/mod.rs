@@ -22,7 +22,7 @@ pub use documents::{DocState, Need, Scored, Scorer, cache_path};
 pub use export::{edges_schema, export_edges};
 pub use operator::Operator;
 pub use plan::{Plan, PlanOptions, plan};
-pub use run::{Progress, RunOptions, Stop, rank_cache, run};
+pub use run::{Progress, RunOptions, Stop, run};
 pub use status::{Joined, Status, Worker, status};
 pub use summary::{Summary, chunks_schema, manifest_schema, summary_schema};
 pub use sweep::{PenaltyRow, Sweep, sweep};

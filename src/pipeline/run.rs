@@ -249,8 +249,7 @@ pub(super) fn of_rank(pipeline: &Pipeline, rank: Option<Rank>, files: &[InputFil
 }
 
 /// The cache of one rank: a folder below the pipeline's.
-#[must_use]
-pub fn rank_cache(cache: &Path, rank: Rank) -> PathBuf {
+fn rank_cache(cache: &Path, rank: Rank) -> PathBuf {
     cache.join(format!("rank-{:05}", rank.rank))
 }
 
@@ -307,7 +306,7 @@ pub(super) fn spec_hash(pipeline: &Pipeline, scorer: &Scorer, operator: &Operato
     hash_words(&words)
 }
 
-pub(super) fn hash_words(words: &[String]) -> String {
+fn hash_words(words: &[String]) -> String {
     crate::hash::words(words.iter().map(String::as_str)).to_hex()[..32].to_owned()
 }
 

@@ -363,9 +363,7 @@ fn open_lanes<const L: usize>(
         limited[node] = (least.0, least.1, least.2 + u32::from(fallback));
     }
     let most = penalties.iter().flatten().fold(0.0_f64, |most, p| most.max(p.abs()));
-    // Also false for terms that are no numbers.
-    let fits = (largest + most) * (end + 1) as f64 <= NARROW;
-    if !fits {
+    if (largest + most) * (end + 1) as f64 > NARROW {
         return None;
     }
     let (over, under, fallback) = limited[0];
