@@ -43,7 +43,7 @@ fn main() {
     let store = SledStore::open(&path, None).unwrap();
     let id = |kind: &str| store.namespace(&Namespace::new(kind, [("bench", "cache".to_owned())])).unwrap();
     let (edges, lr) = (id("edges"), id("lr"));
-    if store.lookup(&hash(documents - 1), &[lr]).unwrap()[0].is_none() {
+    if store.lookup(&hash(documents - 1), &[lr]).unwrap().get(0).is_none() {
         for i in 0..documents {
             let (e, c) = &records[i as usize % 64];
             store.insert(&hash(i), &[(edges, e), (lr, c)]).unwrap();
@@ -69,13 +69,13 @@ fn main() {
         for i in 0..count {
             let number = (i * step * 31) % documents;
             let found = store.lookup(&hash(number), &[edges, lr]).unwrap();
-            assert_eq!(found[1].as_ref().map(Vec::len), Some(records[number as usize % 64].1.len()));
+            assert_eq!(found.get(1).map(<[u8]>::len), Some(records[number as usize % 64].1.len()));
         }
         println!("| look-ups in random order, {what}, one thread | {:.0} per second |", count as f64 / began.elapsed().as_secs_f64());
     }
     let began = Instant::now();
     let missing = 100_000;
-    (0..missing).for_each(|i| assert!(store.lookup(&hash(u64::MAX - i), &[edges, lr]).unwrap()[0].is_none()));
+    (0..missing).for_each(|i| assert!(store.lookup(&hash(u64::MAX - i), &[edges, lr]).unwrap().get(0).is_none()));
     println!("| look-ups of what is not there | {:.0} per second |", missing as f64 / began.elapsed().as_secs_f64());
     println!("| memory after look-ups | {} MiB |", memory() - before);
 }

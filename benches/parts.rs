@@ -5,7 +5,7 @@ use std::hint::black_box;
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use right_reset::cache::{Namespace, ScoreStore, SledStore};
-use right_reset::score::Knots;
+use right_reset::score::{Damage, Knots};
 use right_reset::segment::{Cut, Limits, fixed_count, open_count, open_damage, percentiles};
 use right_reset::text::{EdgePolicy, Tokens, find_edges};
 
@@ -19,10 +19,11 @@ fn program(c: &mut Criterion) {
     c.bench_function("open count, 1,000,000 tokens, 150,000 candidates", |b| {
         b.iter(|| open_count(black_box(&cuts), 1_000_000, &limits, 0.95))
     });
-    let knots = Knots::new(128, 1);
+    let knots = Knots::new(128, 1).with_roots([128], limits.max);
     let curves: Vec<Vec<f32>> = scores.iter().map(|s| (0..18).map(|i| (i as f32).sqrt() * (5.0 + s / 4e6)).collect()).collect();
+    let damages: Vec<Damage<'_>> = curves.iter().map(|curve| knots.read(curve, 128)).collect();
     c.bench_function("chunk damage, 1,000,000 tokens, 150,000 candidates", |b| {
-        b.iter(|| open_damage(black_box(&cuts), 1_000_000, &limits, 20.0, |i, len| knots.damage(&curves[i], 128, len)))
+        b.iter(|| open_damage(black_box(&cuts), 1_000_000, &limits, 20.0, |i, lens, out| damages[i].of_each(lens, out)))
     });
     let few = &cuts[..1500];
     c.bench_function("fixed count, 10,000 tokens, 1,500 candidates, 50 chunks", |b| {

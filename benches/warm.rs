@@ -109,7 +109,7 @@ fn prepare(work: &Path, megabytes: u64, pipeline: &Path, bin: &Path) {
                     kept_positions(after.min(256), 1).map(move |x| (x as f32).sqrt() * rate * 4.0)
                 })
                 .collect();
-            let reach = reach(&stages, 256, 1, &whole, &after);
+            let reach = reach(&stages, 256, &knots, &whole, &after);
             let of_edge = |((curve, &reach), &after): ((&[f32], &u32), &u32)| {
                 let kept = if reach < after.min(256) { knots.kept(reach) } else { curve.len() };
                 curve[..kept].to_vec()
@@ -156,15 +156,21 @@ fn main() {
     prepare(&work, megabytes, &pipeline, &bin);
 
     let out = work.join("out");
-    let mut warm = Vec::new();
+    let (mut warm, mut copies) = (Vec::new(), Vec::new());
     let (mut rows, mut chunks) = (0, 0);
-    for _ in 0..3 {
+    let python = std::env::var("RIGHT_RESET_PYARROW").ok();
+    for _ in 0..5 {
         warm.push(run(&bin, &pipeline, &["--force"]));
         let summary: serde_json::Value = serde_json::from_slice(&std::fs::read(out.join("_right-reset/summary.json")).unwrap()).unwrap();
         assert_eq!(summary["documents"]["scored"], 0, "everything is in the cache");
         assert_eq!(summary["scoring"]["tokenizer_loaded"], false);
         (rows, chunks) = (summary["rows"]["read"].as_u64().unwrap(), summary["chunks"]["count"].as_u64().unwrap());
-        println!("warm run: {:.2} s, {}", warm.last().unwrap(), summary["seconds"]);
+        print!("warm run: {:.2} s, {}", warm.last().unwrap(), summary["seconds"]);
+        if let Some(python) = &python {
+            copies.push(copy(python, &work, chunks));
+            print!("; copy: {:.2} s", copies.last().unwrap());
+        }
+        println!();
     }
     let warm = median(warm);
     let mut sweeps = Vec::new();
@@ -179,26 +185,28 @@ fn main() {
     }
     let sweep = median(sweeps);
     let bytes = std::fs::metadata(work.join("in/texts.parquet")).unwrap().len();
-    println!("\n{} MB of Parquet, {rows} documents, {chunks} chunks; medians of 3", bytes / 1_000_000);
+    println!("\n{} MB of Parquet, {rows} documents, {chunks} chunks; medians", bytes / 1_000_000);
     println!("| what | seconds | ratio |\n|---|---|---|");
-    println!("| warm run | {warm:.2} | |");
-    println!("| sweep over 20 penalties | {sweep:.2} | {:.2} of the warm run |", sweep / warm);
-    match std::env::var("RIGHT_RESET_PYARROW") {
-        Err(_) => println!("\nRIGHT_RESET_PYARROW names no Python with PyArrow: no copy to compare with"),
-        Ok(python) => {
-            let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-            let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/pyarrow_copy.py");
-            let mut command = Command::new(python);
-            command
-                .arg(script)
-                .arg(work.join("in/texts.parquet"))
-                .arg(work.join("copy.parquet"))
-                .arg(chunks.to_string())
-                .arg(threads.to_string());
-            let out = command.output().unwrap();
-            assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-            let copy: f64 = String::from_utf8_lossy(&out.stdout).trim().parse().unwrap();
-            println!("| PyArrow copy (best of 3) | {copy:.2} | warm run over it: {:.2} |", warm / copy);
+    match python {
+        Some(_) => {
+            let copy = median(copies);
+            println!("| PyArrow copy | {copy:.2} | 1 |\n| warm run | {warm:.2} | {:.2} |", warm / copy);
         }
+        None => println!("| warm run | {warm:.2} | |"),
     }
+    println!("| sweep over 20 penalties | {sweep:.2} | {:.2} of the warm run |", sweep / warm);
+    if python.is_none() {
+        println!("\nRIGHT_RESET_PYARROW names no Python with PyArrow: no copy to compare with");
+    }
+}
+
+/// Seconds of a copy by PyArrow.
+fn copy(python: &str, work: &Path, chunks: u64) -> f64 {
+    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/pyarrow_copy.py");
+    let mut command = Command::new(python);
+    command.arg(script).arg(work.join("in/texts.parquet")).arg(work.join("copy.parquet")).arg(chunks.to_string()).arg(threads.to_string());
+    let out = command.output().unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    String::from_utf8_lossy(&out.stdout).trim().parse().unwrap()
 }

@@ -18,9 +18,9 @@ pub fn jsonl(bytes: &[u8]) {
     let mut reader = SourceReader::open_columns(&input, "text", &[]).expect("lines are never refused as a whole");
     let mut rows = Vec::new();
     while let Some(batch) = reader.next_batch().expect("nor while they are read") {
-        assert_eq!(batch.rows.len(), batch.texts.len());
+        assert_eq!(batch.rows.len(), batch.texts().len());
         rows.extend_from_slice(&batch.rows);
-        for text in &batch.texts {
+        for text in batch.texts() {
             assert!(!matches!(text, TextCell::Bad(reason) if reason.is_empty()));
         }
     }

@@ -464,7 +464,7 @@ fn staged_curves_are_those_of_one_stage_bit_for_bit_in_every_architecture() {
                 let found = score(&staged, EngineOptions { threads, batch_tokens, stage_memory });
                 for ((found, whole), document) in found.iter().zip(&whole).zip(&documents) {
                     let after: Vec<u32> = document.edges.iter().map(|b| document.ids.len() as u32 - b).collect();
-                    let reach = reach(&stages, 40, 1, &whole.iter().cloned().collect(), &after);
+                    let reach = reach(&stages, 40, &Knots::new(40, 1), &whole.iter().cloned().collect(), &after);
                     for (((found, whole), &reach), &after) in found.iter().zip(whole).zip(&reach).zip(&after) {
                         let kept = if reach < after { Knots::new(40, 1).kept(reach) } else { whole.len() };
                         assert_eq!(found[..], whole[..kept], "{}: {staged:?}, {threads} threads, {after} tokens after", dir.display());

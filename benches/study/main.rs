@@ -63,9 +63,9 @@ fn read(curves: Vec<(Vec<f32>, u32, f64)>) -> impl Fn(usize, u32) -> f64 {
     move |i, len| {
         let (curve, m, power) = &curves[i];
         if len > *m && *m > 0 {
-            return knots.damage(curve, *m, *m) * (f64::from(len) / f64::from(*m)).powf(*power);
+            return knots.read(curve, *m).of(*m) * (f64::from(len) / f64::from(*m)).powf(*power);
         }
-        knots.damage(curve, *m, len)
+        knots.read(curve, *m).of(len)
     }
 }
 
@@ -79,12 +79,12 @@ fn staged(doc: &Doc, name: &str, stages: &[Stage], window: u32, signal: &str) ->
     let curves = |of: &str| -> Curves { (0..doc.edges.len()).map(|i| curve(doc, i, of, window).to_vec()).collect() };
     let after: Vec<u32> = doc.edges.iter().map(|e| doc.tokens - e.token).collect();
     if signal == "lr" {
-        return reach(stages, window, 1, &curves(name), &after);
+        return reach(stages, window, &Knots::new(window, 1), &curves(name), &after);
     }
     let knots = Knots::new(LONGEST, 1);
     let mean = |curves: &Curves, horizon: u32, sign: f32| -> Vec<f32> {
         (0..curves.len())
-            .map(|i| sign * knots.damage(curves.get(i), m(doc, i, window), m(doc, i, horizon)) as f32 / m(doc, i, horizon) as f32)
+            .map(|i| sign * knots.read(curves.get(i), m(doc, i, window)).of(m(doc, i, horizon)) as f32 / m(doc, i, horizon) as f32)
             .collect()
     };
     let (lr, rr) = (curves(name), curves("rr"));
@@ -164,7 +164,7 @@ fn methods(variant: &Variant, all: bool) -> Vec<Method> {
                 if tokens <= 2 {
                     f32::NAN
                 } else {
-                    (sign * (knots.damage(curve, tokens, tokens) - first) / f64::from(tokens - skip as u32)) as f32
+                    (sign * (knots.read(curve, tokens).of(tokens) - first) / f64::from(tokens - skip as u32)) as f32
                 }
             };
             let scores: Vec<f32> = (0..doc.edges.len()).map(score).collect();
@@ -230,7 +230,7 @@ fn methods(variant: &Variant, all: bool) -> Vec<Method> {
                 let score = |i: usize| {
                     let (tokens, curve) = (m(doc, i, reach[i]), curve(doc, i, lr, reach[i]));
                     let first = curve.get(1).copied().map_or(0.0, f64::from);
-                    if tokens <= 2 { f32::NAN } else { (-(knots.damage(curve, tokens, tokens) - first) / f64::from(tokens - 2)) as f32 }
+                    if tokens <= 2 { f32::NAN } else { (-(knots.read(curve, tokens).of(tokens) - first) / f64::from(tokens - 2)) as f32 }
                 };
                 let scores: Vec<f32> = (0..doc.edges.len()).map(score).collect();
                 let utilities = grouped_percentiles(|i| reach[i], &scores);

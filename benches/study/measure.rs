@@ -130,7 +130,9 @@ pub fn cut(doc: &Doc, penalty: f64, weight: f64, damage: impl Fn(usize, u32) -> 
     let usable: Vec<usize> = (0..doc.edges.len()).filter(|&i| !damage(i, 48).is_nan()).collect();
     let cuts: Vec<Cut> = usable.iter().map(|&i| Cut { token: doc.edges[i].token, utility: Some(0.0) }).collect();
     let limits = Limits { length_weight: weight, ..Limits::default() };
-    let found = open_damage(&cuts, doc.tokens, &limits, penalty, |i, len| damage(usable[i], len));
+    let found = open_damage(&cuts, doc.tokens, &limits, penalty, |i, lens, out| {
+        out.iter_mut().zip(lens).for_each(|(out, &len)| *out = damage(usable[i], len));
+    });
     found.cuts.into_iter().map(|i| cuts[i].token).collect()
 }
 

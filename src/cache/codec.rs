@@ -131,6 +131,9 @@ pub(super) struct Entry<'a> {
 }
 
 impl<'a> Entry<'a> {
+    /// Where in an entry its payload begins.
+    pub(super) const PAYLOAD: usize = HEADER;
+
     /// Magic (which carries the version), key, namespace hash, payload bytes, payload, and a checksum over all of it.
     pub(super) fn seal(&self, out: &mut Vec<u8>) {
         let start = out.len();

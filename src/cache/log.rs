@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read};
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError, RwLock};
@@ -12,6 +13,9 @@ use super::codec::{Entry, MAGIC};
 const FILE_BYTES: u64 = 1 << 30;
 /// Bytes read at once while a file is gone through.
 const CHUNK: usize = 8 << 20;
+
+/// Where in what was read an entry lies; `None` beyond the end of the log.
+pub(super) type Found = Option<Range<usize>>;
 
 /// Where an entry lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
@@ -92,37 +96,45 @@ impl ValueLog {
         Ok(place)
     }
 
-    /// Bytes of a place, or of several that follow each other; `None` beyond the end of the log.
-    pub(super) fn read(&self, place: Place) -> io::Result<Option<Vec<u8>>> {
-        let mut bytes = vec![0; place.length as usize];
+    /// Adds the bytes of a place, or of several that follow each other, to `out`; false beyond the end of the log.
+    fn read_into(&self, place: Place, out: &mut Vec<u8>) -> io::Result<bool> {
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(file) = files.get(place.file as usize) else { return Ok(None) };
-        match file.read_exact_at(&mut bytes, place.offset) {
-            Ok(()) => Ok(Some(bytes)),
-            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
-            Err(e) => Err(e),
+        let Some(file) = files.get(place.file as usize) else { return Ok(false) };
+        let start = out.len();
+        out.resize(start + place.length as usize, 0);
+        match file.read_exact_at(&mut out[start..], place.offset) {
+            Ok(()) => return Ok(true),
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => out.truncate(start),
+            Err(e) => return Err(e),
         }
+        Ok(false)
     }
 
-    /// The entries at places in ascending order, those that follow each other read in one go.
-    pub(super) fn read_all(&self, places: &[Place]) -> io::Result<Vec<Option<Vec<u8>>>> {
-        let mut out: Vec<Option<Vec<u8>>> = Vec::with_capacity(places.len());
-        while out.len() < places.len() {
-            let first = out.len();
-            let mut last = first;
-            while places.get(last + 1).is_some_and(|next| Self::follows(places[last], *next)) {
-                last += 1;
+    /// The entry at a place; `None` beyond the end of the log.
+    pub(super) fn read(&self, place: Place) -> io::Result<Option<Vec<u8>>> {
+        let mut bytes = Vec::new();
+        Ok(self.read_into(place, &mut bytes)?.then_some(bytes))
+    }
+
+    /// The entries at places in ascending order in one piece, and where in it each lies; those that follow each other are read in one go.
+    pub(super) fn read_all(&self, places: impl ExactSizeIterator<Item = Place> + Clone) -> io::Result<(Vec<u8>, Vec<Found>)> {
+        let mut bytes = Vec::with_capacity(places.clone().map(|p| p.length as usize).sum());
+        let mut ranges = Vec::with_capacity(places.len());
+        let mut places = places.peekable();
+        while let Some(first) = places.next() {
+            let (mut run, mut lengths) = (first, vec![first.length as usize]);
+            while let Some(next) = places.next_if(|next| Self::follows(run, *next)) {
+                run.length += next.length;
+                lengths.push(next.length as usize);
             }
-            let length = places[first..=last].iter().map(|p| p.length).sum();
-            let bytes = self.read(Place { length, ..places[first] })?;
-            let mut start = 0;
-            for place in &places[first..=last] {
-                let end = start + place.length as usize;
-                out.push(bytes.as_ref().map(|b| b[start..end].to_vec()));
-                start = end;
+            let mut start = bytes.len();
+            let found = self.read_into(run, &mut bytes)?;
+            for length in lengths {
+                ranges.push(found.then_some(start..start + length));
+                start += length;
             }
         }
-        Ok(out)
+        Ok((bytes, ranges))
     }
 
     fn follows(first: Place, next: Place) -> bool {

@@ -10,6 +10,7 @@ mod sled_store;
 mod v1;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::PathBuf;
 
 pub use archive::{Imported, export, import, merge};
@@ -84,6 +85,23 @@ impl Namespace {
     }
 }
 
+/// What a look-up found: the payloads of a text's records, in the order in which namespaces were asked for.
+#[derive(Debug, Clone, Default)]
+pub struct Records {
+    /// All that was read.
+    bytes: Vec<u8>,
+    /// Where in it each payload lies.
+    payloads: Vec<Option<Range<usize>>>,
+}
+
+impl Records {
+    /// The payload in a namespace, by its place in the question; `None` for one that is missing or unsound.
+    #[must_use]
+    pub fn get(&self, place: usize) -> Option<&[u8]> {
+        self.bytes.get(self.payloads.get(place)?.clone()?)
+    }
+}
+
 /// Where records are kept.
 pub trait ScoreStore: Send + Sync {
     /// The number of a namespace, which is written down if it is new.
@@ -101,11 +119,11 @@ pub trait ScoreStore: Send + Sync {
     /// All namespaces, by number.
     fn namespaces(&self) -> Vec<(NamespaceId, Namespace)>;
 
-    /// The records of a text in the wanted namespaces; `None` for one that is missing or unsound.
+    /// The records of a text in the wanted namespaces.
     ///
     /// # Errors
     /// [`CacheError`] if the store cannot be read.
-    fn lookup(&self, text: &blake3::Hash, wanted: &[NamespaceId]) -> Result<Vec<Option<Vec<u8>>>, CacheError>;
+    fn lookup(&self, text: &blake3::Hash, wanted: &[NamespaceId]) -> Result<Records, CacheError>;
 
     /// Writes records of a text, together, and each of them once.
     ///
@@ -140,8 +158,8 @@ impl ScoreStore for NoStore {
         Vec::new()
     }
 
-    fn lookup(&self, _: &blake3::Hash, wanted: &[NamespaceId]) -> Result<Vec<Option<Vec<u8>>>, CacheError> {
-        Ok(vec![None; wanted.len()])
+    fn lookup(&self, _: &blake3::Hash, _: &[NamespaceId]) -> Result<Records, CacheError> {
+        Ok(Records::default())
     }
 
     fn insert(&self, _: &blake3::Hash, _: &[(NamespaceId, &[u8])]) -> Result<(), CacheError> {

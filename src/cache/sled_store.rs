@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::codec::{Entry, KEY, MAX_PAYLOAD, key};
 use super::log::{Place, ValueLog, folder_bytes};
-use super::{CacheError, Namespace, NamespaceId, ScoreStore, v1};
+use super::{CacheError, Namespace, NamespaceId, Records, ScoreStore, v1};
 
 /// Folder of the current format; another format gets another folder.
 const VERSION_DIR: &str = "v2";
@@ -448,7 +448,7 @@ impl SledStore {
     /// [`CacheError`] if the store cannot be written.
     pub fn adopt(&self, text: &blake3::Hash, namespace: &Namespace, payload: &[u8]) -> Result<Adopted, CacheError> {
         let id = self.namespace(namespace)?;
-        if self.lookup(text, &[id])?[0].is_some() {
+        if self.lookup(text, &[id])?.get(0).is_some() {
             return Ok(Adopted::Known);
         }
         let before = self.unwritten.load(Ordering::Relaxed);
@@ -596,7 +596,7 @@ impl ScoreStore for SledStore {
         self.known().iter().map(|(&id, (n, _))| (NamespaceId(id), n.clone())).collect()
     }
 
-    fn lookup(&self, text: &blake3::Hash, wanted: &[NamespaceId]) -> Result<Vec<Option<Vec<u8>>>, CacheError> {
+    fn lookup(&self, text: &blake3::Hash, wanted: &[NamespaceId]) -> Result<Records, CacheError> {
         let mut places: Vec<(Place, usize)> = Vec::with_capacity(wanted.len());
         let known = self.shards[self.number(text.as_bytes())].get(text.as_bytes()).map_err(|e| self.failed(&e))?.unwrap_or_default();
         for (id, place) in items(&known) {
@@ -608,25 +608,28 @@ impl ScoreStore for SledStore {
             }
         }
         places.sort_unstable();
-        let read = self.log.read_all(&places.iter().map(|p| p.0).collect::<Vec<_>>()).map_err(io(&self.path))?;
-        let mut out = vec![None; wanted.len()];
+        let (bytes, ranges) = self.log.read_all(places.iter().map(|p| p.0)).map_err(io(&self.path))?;
+        let mut payloads = vec![None; wanted.len()];
         // The lock is let go of before checksums are computed: other threads look up too.
         let tags: Vec<Option<[u8; 8]>> = {
             let known = self.known();
             wanted.iter().map(|id| known.get(&id.0).map(|(_, tag)| *tag)).collect()
         };
-        for (bytes, (_, i)) in read.into_iter().zip(places) {
+        for (range, (_, i)) in ranges.into_iter().zip(places) {
             let own = key(text.as_bytes(), wanted[i].0);
-            let sound = bytes
-                .as_deref()
-                .and_then(|b| Entry::open(b).ok())
-                .filter(|(e, length)| e.key == own && Some(e.namespace) == tags[i] && Some(*length) == bytes.as_ref().map(Vec::len));
+            let sound = range
+                .clone()
+                .zip(range.and_then(|range| Entry::open(&bytes[range]).ok()))
+                .filter(|(range, (entry, length))| entry.key == own && Some(entry.namespace) == tags[i] && *length == range.len());
             match sound {
-                Some((entry, _)) => out[i] = Some(entry.payload.to_vec()),
+                Some((range, (entry, _))) => {
+                    let start = range.start + Entry::PAYLOAD;
+                    payloads[i] = Some(start..start + entry.payload.len());
+                }
                 None => drop(self.unsound.fetch_add(1, Ordering::Relaxed)),
             }
         }
-        Ok(out)
+        Ok(Records { bytes, payloads })
     }
 
     fn insert(&self, text: &blake3::Hash, records: &[(NamespaceId, &[u8])]) -> Result<(), CacheError> {
@@ -779,12 +782,17 @@ mod tests {
         records
     }
 
+    fn payloads(store: &SledStore, text: &blake3::Hash, wanted: &[NamespaceId]) -> Vec<Option<Vec<u8>>> {
+        let records = store.lookup(text, wanted).unwrap();
+        (0..wanted.len()).map(|i| records.get(i).map(<[u8]>::to_vec)).collect()
+    }
+
     /// All records are there.
     fn holds(dir: &Path, records: &[(blake3::Hash, Vec<u8>)], what: &str) {
         let store = SledStore::open(dir, None).unwrap();
         let id = store.namespace(&namespace("rr")).unwrap();
         for (text, payload) in records {
-            assert!(store.lookup(text, &[id]).unwrap() == [Some(payload.clone())], "{what}");
+            assert!(payloads(&store, text, &[id]) == [Some(payload.clone())], "{what}");
         }
         assert_eq!((store.stats().unwrap().namespaces[0].records, store.trouble()), (200, (0, 0)), "{what}");
     }
@@ -796,14 +804,14 @@ mod tests {
         let store = SledStore::open(dir.path(), None).unwrap();
         let (rr, lr) = (store.namespace(&namespace("rr")).unwrap(), store.namespace(&namespace("lr")).unwrap());
         for (text, payload) in &records {
-            assert_eq!(store.lookup(text, &[lr, rr]).unwrap(), [None, Some(payload.clone())]);
+            assert_eq!(payloads(&store, text, &[lr, rr]), [None, Some(payload.clone())]);
         }
         // Several at once, in any order of asking.
         store.insert(&records[7].0, &[(lr, b"late")]).unwrap();
-        assert_eq!(store.lookup(&records[7].0, &[lr, rr]).unwrap(), [Some(b"late".to_vec()), Some(records[7].1.clone())]);
+        assert_eq!(payloads(&store, &records[7].0, &[lr, rr]), [Some(b"late".to_vec()), Some(records[7].1.clone())]);
         let both = blake3::hash(b"both");
         store.insert(&both, &[(rr, b"one"), (lr, b"two")]).unwrap();
-        assert_eq!(store.lookup(&both, &[lr, rr]).unwrap(), [Some(b"two".to_vec()), Some(b"one".to_vec())]);
+        assert_eq!(payloads(&store, &both, &[lr, rr]), [Some(b"two".to_vec()), Some(b"one".to_vec())]);
         let stats = store.stats().unwrap();
         assert_eq!((stats.namespaces[0].records, stats.namespaces[1].records, stats.unsound_blocks), (201, 2, 0));
     }
@@ -828,11 +836,11 @@ mod tests {
         fs::write(&log, &bytes).unwrap();
         let store = SledStore::open(dir.path(), None).unwrap();
         let id = store.namespace(&namespace("rr")).unwrap();
-        assert_eq!(store.lookup(text, &[id]).unwrap(), [None]);
+        assert_eq!(payloads(&store, text, &[id]), [None]);
         assert_eq!((store.trouble().0, store.stats().unwrap().unsound_blocks), (1, 1));
         // Scored again, it is written again, and found from then on.
         store.insert(text, &[(id, payload)]).unwrap();
-        assert_eq!(store.lookup(text, &[id]).unwrap(), [Some(payload.clone())]);
+        assert_eq!(payloads(&store, text, &[id]), [Some(payload.clone())]);
         assert_eq!(store.stats().unwrap().namespaces[0].records, 200);
     }
 
@@ -871,13 +879,13 @@ mod tests {
         file.write_all(&bytes[..bytes.len() - 1]).unwrap();
         for _ in 0..2 {
             let store = SledStore::open(dir.path(), None).unwrap();
-            let found = |i: u8| store.lookup(&blake3::hash(&[i]), &[id]).unwrap().remove(0);
+            let found = |i: u8| payloads(&store, &blake3::hash(&[i]), &[id]).remove(0);
             assert_eq!([found(0), found(1), found(2)], [Some(vec![0; 50]), Some(vec![1; 50]), None]);
             assert_eq!(store.trouble(), (0, 0));
         }
         let store = SledStore::open(dir.path(), None).unwrap();
         store.insert(&blake3::hash(&[2]), &[(id, &[2; 50])]).unwrap();
-        assert_eq!(store.lookup(&blake3::hash(&[2]), &[id]).unwrap(), [Some(vec![2; 50])]);
+        assert_eq!(payloads(&store, &blake3::hash(&[2]), &[id]), [Some(vec![2; 50])]);
     }
 
     #[test]
@@ -887,8 +895,8 @@ mod tests {
         let store = SledStore::open(dir.path(), Some(1)).unwrap();
         let (id, late) = (store.namespace(&namespace("rr")).unwrap(), blake3::hash(b"late"));
         store.insert(&late, &[(id, b"payload")]).unwrap();
-        assert_eq!(store.lookup(&late, &[id]).unwrap(), [None]);
-        assert_eq!(store.lookup(&records[5].0, &[id]).unwrap(), [Some(records[5].1.clone())]);
+        assert_eq!(payloads(&store, &late, &[id]), [None]);
+        assert_eq!(payloads(&store, &records[5].0, &[id]), [Some(records[5].1.clone())]);
         assert_eq!(store.trouble().1, 1);
     }
 }

@@ -98,9 +98,9 @@ pub(super) fn plan(p: &Plan, as_json: bool) -> Result<(), Failure> {
     let made: u64 = p.parts_made.values().sum();
     let why: Vec<String> = p.parts_made.iter().map(|(why, n)| format!("{n} {why}")).collect();
     let mut text = format!(
-        "parts      {} of {} files to keep, {made} to make{}, {} to remove\n",
-        p.parts_kept,
+        "files      {}\nparts      {} to keep, {made} to make{}, {} to remove\n",
         p.files,
+        p.parts_kept,
         if why.is_empty() { String::new() } else { format!(" ({})", why.join(", ")) },
         p.parts_removed.len()
     );
@@ -210,7 +210,7 @@ pub(super) fn first_chunks(folder: &Path, count: usize) -> Result<(), Failure> {
     'files: for file in files {
         let mut reader = SourceReader::open_columns(&file, "text", &SHOWN)?;
         while let Some(batch) = reader.next_batch()? {
-            for (row, text) in batch.texts.iter().enumerate() {
+            for (row, text) in batch.texts().enumerate() {
                 if lines.len() > count {
                     break 'files;
                 }
@@ -219,7 +219,7 @@ pub(super) fn first_chunks(folder: &Path, count: usize) -> Result<(), Failure> {
                     if column.is_null(row) { "-".to_owned() } else { array_value_to_string(column, row).unwrap_or_default() }
                 };
                 let number = |i: usize| cell(i).parse::<f64>().map_or_else(|_| cell(i), |v| format!("{v:.3}"));
-                let text = if let TextCell::Text(text) = text { text.as_str() } else { "" };
+                let text = if let TextCell::Text(text) = text { text } else { "" };
                 let visible = |c: char| if c.is_control() { ' ' } else { c };
                 let head: String = text.chars().take(56).map(visible).collect();
                 let more = if text.chars().nth(56).is_some() { "..." } else { "" };

@@ -5,21 +5,22 @@ use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use arrow::array::{Array, ArrayRef, AsArray, RecordBatch, RecordBatchOptions, new_null_array};
+use arrow::array::{Array, ArrayRef, AsArray, LargeStringArray, RecordBatch, RecordBatchOptions, new_null_array};
+use arrow::buffer::{Buffer, NullBuffer};
 use arrow::compute::{CastOptions, cast_with_options};
 use arrow::datatypes::{DataType, Field, Schema, SchemaRef};
 
 use super::IoError;
 
 /// The text of a row.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum TextCell {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TextCell<'a> {
     /// A text.
-    Text(String),
+    Text(&'a str),
     /// Null, or a JSONL line without the key.
     Null,
     /// A row that cannot be used, and why.
-    Bad(String),
+    Bad(&'a str),
 }
 
 /// Consecutive rows of one file.
@@ -27,21 +28,56 @@ pub enum TextCell {
 pub struct SourceBatch {
     /// Physical row numbers.
     pub rows: Vec<u64>,
-    /// Their texts.
-    pub texts: Vec<TextCell>,
+    /// Their texts; those of bad rows mean nothing.
+    pub(super) texts: LargeStringArray,
+    /// Rows that cannot be used, by their place in the batch, and why.
+    pub(super) bad: BTreeMap<usize, String>,
     /// Id, count and pass-through columns of the rows, in the plan's types.
     pub columns: RecordBatch,
 }
 
 impl SourceBatch {
+    /// The text of the row at a place of the batch.
+    #[must_use]
+    pub fn text(&self, place: usize) -> TextCell<'_> {
+        match self.bad.get(&place) {
+            Some(reason) => TextCell::Bad(reason),
+            None if self.texts.is_null(place) => TextCell::Null,
+            None => TextCell::Text(self.texts.value(place)),
+        }
+    }
+
+    /// The texts of all rows.
+    pub fn texts(&self) -> impl ExactSizeIterator<Item = TextCell<'_>> {
+        (0..self.rows.len()).map(|place| self.text(place))
+    }
+
+    /// All texts in one piece, and where in it each begins and the last one ends.
+    pub(crate) fn text_bytes(&self) -> (&Buffer, &[i64]) {
+        (self.texts.values(), self.texts.value_offsets())
+    }
+
+    /// Makes null of every text but some.
+    pub(crate) fn keep_texts(&mut self, keep: impl Fn(TextCell<'_>) -> bool) {
+        let nulls: NullBuffer = self.texts().map(|text| matches!(text, TextCell::Text(_)) && keep(text)).collect::<Vec<_>>().into();
+        let (offsets, values, _) = self.texts.clone().into_parts();
+        // The same texts with as many nulls as there are rows.
+        if let Ok(texts) = LargeStringArray::try_new(offsets, values, Some(nulls)) {
+            self.texts = texts;
+        }
+    }
+
     /// Splits off the first `rows` rows; the rest stays.
     #[must_use]
     pub fn split_front(&mut self, rows: usize) -> Self {
         let rest = self.rows.split_off(rows);
-        let texts = self.texts.split_off(rows);
+        let texts = self.texts.slice(rows, self.texts.len() - rows);
+        let bad = self.bad.split_off(&rows).into_iter().map(|(place, why)| (place - rows, why)).collect();
         let columns = self.columns.slice(0, rows);
         self.columns = self.columns.slice(rows, self.columns.num_rows() - rows);
-        Self { rows: std::mem::replace(&mut self.rows, rest), texts: std::mem::replace(&mut self.texts, texts), columns }
+        let front = self.texts.slice(0, rows);
+        self.texts = texts;
+        Self { rows: std::mem::replace(&mut self.rows, rest), texts: front, bad: std::mem::replace(&mut self.bad, bad), columns }
     }
 }
 
@@ -157,15 +193,16 @@ impl ColumnPlan {
             })
         };
         let texts = cast(column(&self.text)?, &DataType::LargeUtf8, &self.text, path)?;
-        let texts = texts.as_string::<i64>();
-        let texts =
-            (0..texts.len()).map(|i| if texts.is_null(i) { TextCell::Null } else { bounded(texts.value(i), max_document) }).collect();
+        let texts = texts.as_string::<i64>().clone();
+        let bad =
+            (0..texts.len()).filter(|&i| !texts.is_null(i)).filter_map(|i| Some((i, too_long(texts.value(i), max_document)?))).collect();
         let columns = self.schema.fields().iter().map(|f| cast(column(f.name())?, f.data_type(), f.name(), path));
         let columns = columns.collect::<Result<Vec<_>, _>>()?;
         let rows = batch.num_rows();
         Ok(SourceBatch {
             rows: (first_row..first_row + rows as u64).collect(),
             texts,
+            bad,
             columns: assemble(&self.schema, columns, rows, path)?,
         })
     }
@@ -181,12 +218,9 @@ pub(super) fn assemble(schema: &SchemaRef, columns: Vec<ArrayRef>, rows: usize, 
     })
 }
 
-/// A text, or a bad row if it is too long.
-pub(super) fn bounded(text: &str, max: u64) -> TextCell {
-    if text.len() as u64 > max {
-        return TextCell::Bad(format!("its text has {} bytes, more than input.max_document_bytes = {max}", text.len()));
-    }
-    TextCell::Text(text.to_owned())
+/// Why a text is a bad row, if it is too long.
+pub(super) fn too_long(text: &str, max: u64) -> Option<String> {
+    (text.len() as u64 > max).then(|| format!("its text has {} bytes, more than input.max_document_bytes = {max}", text.len()))
 }
 
 /// The type a column leaves in: dictionaries are decoded.

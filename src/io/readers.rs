@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use arrow::array::{ArrayRef, RecordBatch, StringBuilder};
+use arrow::array::{ArrayRef, LargeStringArray, RecordBatch, StringBuilder};
 use arrow::datatypes::{Field, Schema};
 use arrow::ipc::reader::{FileReader, StreamReader};
 use arrow::json::ReaderBuilder;
@@ -16,7 +16,7 @@ use parquet::basic::Encoding;
 use parquet::file::metadata::{ParquetMetaData, ParquetMetaDataReader};
 use serde_json::value::RawValue;
 
-use super::convert::{ColumnPlan, ColumnSettings, SourceBatch, TextCell, assemble, bounded};
+use super::convert::{ColumnPlan, ColumnSettings, SourceBatch, assemble, too_long};
 use super::{FileFormat, InputFile, IoError, at};
 
 /// Bytes of text that a batch aims for.
@@ -169,7 +169,7 @@ impl SourceReader {
     /// The next rows, or `None` at the end.
     ///
     /// # Errors
-    /// [`IoError`] if the file cannot be read on. A bad JSONL line is a [`TextCell::Bad`] of its row instead.
+    /// [`IoError`] if the file cannot be read on. A bad JSONL line is a bad row of the batch instead.
     pub fn next_batch(&mut self) -> Result<Option<SourceBatch>, IoError> {
         match &mut self.inner {
             Inner::Parquet { reader, next } => {
@@ -331,7 +331,7 @@ fn json_batch(plan: &ColumnPlan, lines: Vec<(u64, Result<Vec<u8>, String>)>, max
         });
         let (text, object) = match parsed {
             Ok(object) => (json_text(&object, &plan.text, max), object),
-            Err(reason) => (TextCell::Bad(reason), Object::new()),
+            Err(reason) => (Err(reason), Object::new()),
         };
         texts.push(text);
         objects.push(object);
@@ -348,23 +348,28 @@ fn json_batch(plan: &ColumnPlan, lines: Vec<(u64, Result<Vec<u8>, String>)>, max
         ));
     }
     let count = rows.len();
-    Ok(SourceBatch { rows, texts, columns: assemble(&plan.schema, columns, count, path)? })
+    let bad = texts.iter_mut().enumerate().filter_map(|(i, text)| Some((i, std::mem::take(text.as_mut().err()?)))).collect();
+    let texts: LargeStringArray = texts.into_iter().map(|text| text.unwrap_or_default()).collect();
+    Ok(SourceBatch { rows, texts, bad, columns: assemble(&plan.schema, columns, count, path)? })
 }
 
-fn json_text(object: &Object, column: &str, max: u64) -> TextCell {
+/// The text of a line, if it has one, or why the line cannot be used.
+type JsonText = Result<Option<String>, String>;
+
+fn json_text(object: &Object, column: &str, max: u64) -> JsonText {
     let Some(raw) = object.get(column) else {
-        return TextCell::Null;
+        return Ok(None);
     };
-    match serde_json::from_str::<Option<String>>(raw.get()) {
-        Ok(Some(text)) => bounded(&text, max),
-        Ok(None) => TextCell::Null,
-        Err(e) => TextCell::Bad(format!("{column:?} is not text: {e}")),
+    let text = serde_json::from_str::<Option<String>>(raw.get()).map_err(|e| format!("{column:?} is not text: {e}"))?;
+    match text.as_deref().and_then(|text| too_long(text, max)) {
+        Some(reason) => Err(reason),
+        None => Ok(text),
     }
 }
 
 /// One column of JSONL rows: text for ids, JSON for untyped columns, Arrow values for typed ones. A value that does not fit its type
 /// makes its row bad.
-fn json_column(field: &Field, is_id: bool, typed: bool, objects: &[Object], texts: &mut [TextCell]) -> ArrayRef {
+fn json_column(field: &Field, is_id: bool, typed: bool, objects: &[Object], texts: &mut [JsonText]) -> ArrayRef {
     if !typed {
         let mut builder = StringBuilder::new();
         for object in objects {
@@ -397,7 +402,7 @@ fn json_column(field: &Field, is_id: bool, typed: bool, objects: &[Object], text
         .map(|(object, text)| {
             decode(std::slice::from_ref(object)).unwrap_or_else(|| {
                 let raw: String = object.get(field.name()).map_or("", |r| r.get()).chars().take(60).collect();
-                *text = TextCell::Bad(format!("{:?} is not {}: {raw}", field.name(), field.data_type()));
+                *text = Err(format!("{:?} is not {}: {raw}", field.name(), field.data_type()));
                 arrow::array::new_null_array(field.data_type(), 1)
             })
         })
@@ -413,6 +418,7 @@ mod tests {
 
     use arrow::datatypes::DataType;
 
+    use super::super::TextCell;
     use super::*;
 
     fn read(name: &str, bytes: &[u8], columns: &[(&str, &str)], pass: &[&str], id: Option<&str>, first: u64) -> Vec<SourceBatch> {
@@ -438,8 +444,7 @@ mod tests {
         let batch = read("a.jsonl", &text, &[("y", "int64")], &["y"], None, 0).remove(0);
         assert_eq!(batch.rows, [0, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
         let kinds: Vec<&str> = batch
-            .texts
-            .iter()
+            .texts()
             .map(|t| match t {
                 TextCell::Text(_) => "text",
                 TextCell::Null => "null",
@@ -465,7 +470,7 @@ mod tests {
         for (name, bytes) in [("a.jsonl.gz", gz), ("a.jsonl.zst", zst), ("a.jsonl", (lines(0) + &lines(3)).into_bytes())] {
             let batch = read(name, &bytes, &[], &[], Some("id"), 2).remove(0);
             assert_eq!(batch.rows, [2, 3, 4, 5], "{name}");
-            assert_eq!(batch.texts[3], TextCell::Text("t5".into()), "{name}");
+            assert_eq!(batch.text(3), TextCell::Text("t5"), "{name}");
         }
     }
 }

@@ -3,16 +3,18 @@
 use std::sync::Arc;
 
 use arrow::array::{
-    ArrayRef, BooleanArray, BooleanBuilder, Float32Builder, Int32Builder, Int64Array, Int64Builder, LargeStringBuilder, RecordBatch,
+    ArrayRef, BooleanArray, BooleanBuilder, Float32Builder, Int32Builder, Int64Array, Int64Builder, LargeStringArray, RecordBatch,
     StringBuilder, UInt32Array,
 };
+use arrow::buffer::OffsetBuffer;
 use arrow::compute::take;
 use arrow::datatypes::{DataType, Field, Schema, SchemaRef};
 
 use super::documents::Scored;
 use super::spec::{Objective, Pipeline};
+use crate::index::{ByteIdx, TokenIdx};
 use crate::io::{ColumnPlan, IoError, SourceBatch, TextCell};
-use crate::score::{Knots, Readout};
+use crate::score::{Damage, Knots, Readout};
 use crate::segment::{
     Cut, Limits, SegmentError, Segmentation, fixed_count, fixed_damage, open_count, open_counts, open_damage, open_damages,
 };
@@ -55,6 +57,10 @@ pub enum Cutting {
 /// The chunks of one document.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Chunks {
+    /// blake3 of its text.
+    pub hash: blake3::Hash,
+    /// Its tokens.
+    pub tokens: u32,
     /// Chosen edges.
     pub cuts: Vec<Chosen>,
     /// Whether a limit gave way.
@@ -62,16 +68,20 @@ pub struct Chunks {
 }
 
 /// An edge that a document is cut at.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Chosen {
-    /// Index into the document's edges.
-    pub edge: usize,
+    /// Tokens on its left.
+    pub token: TokenIdx,
+    /// Bytes on its left.
+    pub byte: ByteIdx,
     /// Score; none of a fallback edge.
     pub score: Option<f32>,
     /// Its percentile; 0 of a fallback edge.
     pub utility: f32,
     /// Damage over the whole chunk, in nats, where that is the objective; none of a fallback edge.
     pub damage: Option<f32>,
+    /// Where several readouts are scored, the score by each of them, in the pipeline's order; NaN where there is none.
+    pub readouts: Vec<f32>,
 }
 
 /// What is maximised.
@@ -86,7 +96,12 @@ impl Judge {
     pub(super) fn new(pipeline: &Pipeline) -> Self {
         match pipeline.segment.objective {
             Objective::Percentile => Self::Percentile,
-            Objective::ChunkDamage => Self::Damage(Arc::new(Knots::new(pipeline.score.window(), pipeline.score.skip))),
+            Objective::ChunkDamage => {
+                let horizons = pipeline.score.early_stages().into_iter().map(|s| s.horizon).chain([pipeline.score.window()]);
+                // Longer chunks are rare.
+                let longest = pipeline.segment.max.min(1 << 14);
+                Self::Damage(Arc::new(Knots::new(pipeline.score.window(), pipeline.score.skip).with_roots(horizons, longest)))
+            }
         }
     }
 }
@@ -97,20 +112,8 @@ pub(super) struct Prepared<'a> {
     index: Vec<usize>,
     cuts: Vec<Cut>,
     tokens: u32,
-    damages: Option<Damages<'a>>,
-}
-
-/// The curve of each cut, and for how many tokens it was scored.
-struct Damages<'a> {
-    knots: &'a Knots,
-    curves: Vec<(&'a [f32], u32)>,
-}
-
-impl Damages<'_> {
-    fn of(&self, cut: usize, len: u32) -> f64 {
-        let (curve, m) = self.curves[cut];
-        self.knots.damage(curve, m, len)
-    }
+    /// The curve of each cut.
+    damages: Option<Vec<Damage<'a>>>,
 }
 
 impl<'a> Prepared<'a> {
@@ -139,11 +142,11 @@ impl<'a> Prepared<'a> {
         let cut = |&i: &usize| Cut { token: document.edges[i].token.0, utility: document.edges[i].is_candidate().then_some(utility(i)) };
         let damages = match (judge, lr) {
             (Judge::Damage(knots), Some(lr)) => {
-                let curve = |&i: &usize| match document.edges[i].is_candidate() {
-                    true => (lr.curves.get(number[i]), lr.reach[number[i]].min(tokens - document.edges[i].token.0)),
-                    false => (&[][..], 0),
+                let damage = |&i: &usize| match document.edges[i].is_candidate() {
+                    true => knots.read(lr.curves.get(number[i]), lr.reach[number[i]].min(tokens - document.edges[i].token.0)),
+                    false => knots.read(&[], 0),
                 };
-                Some(Damages { knots, curves: index.iter().map(curve).collect() })
+                Some(index.iter().map(damage).collect())
             }
             _ => None,
         };
@@ -154,7 +157,7 @@ impl<'a> Prepared<'a> {
     pub(super) fn open(&self, limits: &Limits, penalty: f64) -> Segmentation {
         match &self.damages {
             None => open_count(&self.cuts, self.tokens, limits, penalty),
-            Some(damages) => open_damage(&self.cuts, self.tokens, limits, penalty, |i, len| damages.of(i, len)),
+            Some(damages) => open_damage(&self.cuts, self.tokens, limits, penalty, |i, lens, out| damages[i].of_each(lens, out)),
         }
     }
 
@@ -162,7 +165,7 @@ impl<'a> Prepared<'a> {
     pub(super) fn sweep(&self, limits: &Limits, penalties: &[f64]) -> Vec<(Vec<u32>, bool)> {
         let solved = match &self.damages {
             None => open_counts(&self.cuts, self.tokens, limits, penalties),
-            Some(damages) => open_damages(&self.cuts, self.tokens, limits, penalties, |i, len| damages.of(i, len)),
+            Some(damages) => open_damages(&self.cuts, self.tokens, limits, penalties, |i, lens, out| damages[i].of_each(lens, out)),
         };
         let lengths = |s: &Segmentation| {
             let ends = s.cuts.iter().map(|&c| self.cuts[c].token).chain([self.tokens]);
@@ -175,27 +178,34 @@ impl<'a> Prepared<'a> {
         let solved = match (cutting, &self.damages) {
             (Cutting::Open(penalty), _) => self.open(limits, penalty),
             (Cutting::Fixed(count), None) => fixed_count(&self.cuts, self.tokens, limits, count)?,
-            (Cutting::Fixed(count), Some(damages)) => fixed_damage(&self.cuts, self.tokens, limits, count, |i, len| damages.of(i, len))?,
+            (Cutting::Fixed(count), Some(damages)) => {
+                fixed_damage(&self.cuts, self.tokens, limits, count, |i, lens, out| damages[i].of_each(lens, out))?
+            }
         };
         let scores = document.scores.as_deref().unwrap_or_default();
         let ends = solved.cuts.iter().skip(1).map(|&c| self.cuts[c].token).chain([self.tokens]);
         let chosen = |(&c, end): (&usize, u32)| {
             let (edge, utility) = (self.index[c], self.cuts[c].utility);
             Chosen {
-                edge,
+                token: document.edges[edge].token,
+                byte: document.edges[edge].byte,
+                readouts: document.by_readout.iter().map(|scores| scores[edge]).collect(),
                 score: utility.and(scores.get(edge).copied()).filter(|s| !s.is_nan()),
                 utility: utility.filter(|u| !u.is_nan()).unwrap_or(0.0) as f32,
-                damage: self.damages.as_ref().zip(utility).map(|(d, _)| d.of(c, end - self.cuts[c].token) as f32),
+                damage: self.damages.as_ref().zip(utility).map(|(d, _)| d[c].of(end - self.cuts[c].token) as f32),
             }
         };
-        Ok(Chunks { cuts: solved.cuts.iter().zip(ends).map(chosen).collect(), relaxed: solved.limits_relaxed() })
+        let cuts = solved.cuts.iter().zip(ends).map(chosen).collect();
+        Ok(Chunks { hash: document.hash, tokens: document.tokens, cuts, relaxed: solved.limits_relaxed() })
     }
 }
 
-/// Tokens of each chunk.
-pub(super) fn chunk_tokens<'a>(document: &'a Scored, chunks: &'a Chunks) -> impl Iterator<Item = u32> + 'a {
-    let ends = chunks.cuts.iter().map(|c| document.edges[c.edge].token.0).chain([document.tokens]);
-    ends.scan(0, |start, end| Some(end - std::mem::replace(start, end)))
+impl Chunks {
+    /// Tokens of each chunk.
+    pub fn lengths(&self) -> impl Iterator<Item = u32> + '_ {
+        let ends = self.cuts.iter().map(|c| c.token.0).chain([self.tokens]);
+        ends.scan(0, |start, end| Some(end - std::mem::replace(start, end)))
+    }
 }
 
 /// The output schema for a plan of input columns.
@@ -249,73 +259,70 @@ pub(super) fn chunk_schema(
     Ok(Arc::new(Schema::new_with_metadata(fields, metadata)))
 }
 
-/// A chunked document of a batch.
-pub(super) struct Chunked<'a> {
-    /// Row within the batch.
-    pub(super) row: usize,
-    pub(super) document: &'a Scored,
-    pub(super) chunks: &'a Chunks,
-}
-
-/// Builds the output rows of a batch, in slices of bounded size with their bytes of text.
+/// Builds the output rows of a batch from its rows that were cut, by their places in it: slices of bounded size with their bytes of text. Texts are not copied:
+/// those of a slice follow one another in the batch.
 pub(super) fn assemble(
     schema: &SchemaRef,
     plan: &ColumnPlan,
     source: &SourceBatch,
     file: &str,
-    documents: &[Chunked<'_>],
+    documents: &[(usize, Chunks)],
 ) -> Result<Vec<(RecordBatch, usize)>, arrow::error::ArrowError> {
     let mut out = Vec::new();
-    let expected: usize = documents.iter().map(|d| if let TextCell::Text(text) = &source.texts[d.row] { text.len() } else { 0 }).sum();
-    let mut slice = Slice::for_text(expected);
+    let mut slice = Slice::default();
     // Columns of single readouts.
     let damages = if schema.index_of("cut_damage").is_ok() { 2 } else { 0 };
     let readouts = schema.index_of("limits_relaxed")? - schema.index_of("cut_utility")? - 1 - damages;
-    for chunked in documents {
-        let TextCell::Text(text) = &source.texts[chunked.row] else {
+    let (_, starts) = source.text_bytes();
+    for (row, chunks) in documents {
+        let TextCell::Text(text) = source.text(*row) else {
             continue;
         };
-        let document = chunked.document;
-        let count = chunked.chunks.cuts.len() as i32 + 1;
+        let start = starts[*row];
+        if slice.ends.last().is_some_and(|&end| end != start) {
+            out.push(std::mem::take(&mut slice).finish(schema, plan, source, file)?);
+        }
+        let count = chunks.cuts.len() as i32 + 1;
         let (mut byte, mut token, mut chars) = (0_usize, 0_u32, 0_i64);
         for index in 0..count {
-            let next = chunked.chunks.cuts.get(index as usize).map(|c| &document.edges[c.edge]);
-            let (byte_end, token_end) = next.map_or((text.len(), document.tokens), |e| (e.byte.get(), e.token.0));
+            let next = chunks.cuts.get(index as usize);
+            let (byte_end, token_end) = next.map_or((text.len(), chunks.tokens), |c| (c.byte.get(), c.token.0));
             let piece = &text[byte..byte_end];
             let char_end = chars + piece.chars().count() as i64;
-            let mut hasher = blake3::Hasher::new();
-            hasher.update(document.hash.as_bytes());
-            hasher.update(&(byte as u64).to_le_bytes());
-            hasher.update(&(byte_end as u64).to_le_bytes());
-            slice.rows.push(chunked.row as u32);
+            let mut name = [0; 48];
+            name[..32].copy_from_slice(chunks.hash.as_bytes());
+            name[32..40].copy_from_slice(&(byte as u64).to_le_bytes());
+            name[40..].copy_from_slice(&(byte_end as u64).to_le_bytes());
+            slice.rows.push(*row as u32);
             slice.chunk_index.append_value(index);
             slice.chunk_count.append_value(count);
-            slice.chunk_id.append_value(&hasher.finalize().to_hex()[..32]);
-            slice.text.append_value(piece);
+            slice.chunk_id.append_value(&blake3::hash(&name).to_hex()[..32]);
+            if slice.ends.is_empty() {
+                slice.ends.push(start + byte as i64);
+            }
+            slice.ends.push(start + byte_end as i64);
             for (builder, value) in slice.places.iter_mut().zip([byte as i64, byte_end as i64, chars, char_end]) {
                 builder.append_value(value);
             }
             for (builder, value) in slice.tokens.iter_mut().zip([token, token_end, token_end - token]) {
                 builder.append_value(value as i32);
             }
-            let cut = index.checked_sub(1).and_then(|i| chunked.chunks.cuts.get(i as usize));
+            let cut = index.checked_sub(1).and_then(|i| chunks.cuts.get(i as usize));
             slice.cut_score.append_option(cut.and_then(|c| c.score));
             slice.cut_utility.append_option(cut.map(|c| c.utility));
             slice.cut_readouts.resize_with(readouts, Float32Builder::default);
             for (i, builder) in slice.cut_readouts.iter_mut().enumerate() {
-                let score = cut.and_then(|c| document.by_readout.get(i)?.get(c.edge).copied());
-                builder.append_option(score.filter(|s| !s.is_nan()));
+                builder.append_option(cut.and_then(|c| c.readouts.get(i).copied()).filter(|s| !s.is_nan()));
             }
             slice.cut_damages.resize_with(damages, Float32Builder::default);
             let damage = cut.and_then(|c| c.damage);
             let values = [damage, damage.map(|d| d / (token_end - token) as f32)];
             slice.cut_damages.iter_mut().zip(values).for_each(|(builder, value)| builder.append_option(value));
-            slice.relaxed.append_value(chunked.chunks.relaxed);
+            slice.relaxed.append_value(chunks.relaxed);
             slice.bytes += piece.len();
             (byte, token, chars) = (byte_end, token_end, char_end);
             if slice.rows.len() == BATCH_ROWS || slice.bytes >= BATCH_BYTES {
-                let next = Slice::for_text(expected);
-                out.push(std::mem::replace(&mut slice, next).finish(schema, plan, source, file)?);
+                out.push(std::mem::take(&mut slice).finish(schema, plan, source, file)?);
             }
         }
     }
@@ -332,7 +339,8 @@ struct Slice {
     chunk_index: Int32Builder,
     chunk_count: Int32Builder,
     chunk_id: StringBuilder,
-    text: LargeStringBuilder,
+    /// Where in the texts of the batch the first chunk begins, and each ends.
+    ends: Vec<i64>,
     places: [Int64Builder; 4],
     tokens: [Int32Builder; 3],
     cut_score: Float32Builder,
@@ -343,11 +351,6 @@ struct Slice {
 }
 
 impl Slice {
-    /// With room for the texts of a batch, or for as much as a slice may hold.
-    fn for_text(bytes: usize) -> Self {
-        Self { text: LargeStringBuilder::with_capacity(1024, bytes.min(BATCH_BYTES + (1 << 20))), ..Self::default() }
-    }
-
     fn finish(
         mut self,
         schema: &SchemaRef,
@@ -363,12 +366,15 @@ impl Slice {
             self.rows.iter().for_each(|row| ids.append_value(format!("{file}#{}", numbers(row))));
             Arc::new(ids.finish())
         };
+        let first = self.ends.first().copied().unwrap_or_default();
+        let texts = source.text_bytes().0.slice_with_length(first as usize, self.bytes);
+        let ends = self.ends.iter().map(|end| end - first).collect::<Vec<_>>();
         let mut columns: Vec<ArrayRef> = vec![
             id,
             Arc::new(self.chunk_index.finish()),
             Arc::new(self.chunk_count.finish()),
             Arc::new(self.chunk_id.finish()),
-            Arc::new(self.text.finish()),
+            Arc::new(LargeStringArray::try_new(OffsetBuffer::new(ends.into()), texts, None)?),
         ];
         columns.extend(self.places.iter_mut().map(|b| Arc::new(b.finish()) as ArrayRef));
         columns.extend(self.tokens.iter_mut().map(|b| Arc::new(b.finish()) as ArrayRef));

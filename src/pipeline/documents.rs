@@ -7,12 +7,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use futures::stream::{self, StreamExt};
-use tokio::sync::OnceCell;
+use tokio::sync::{OnceCell, OwnedSemaphorePermit, Semaphore};
 
 use super::RunError;
 use super::spec::{CacheMode, Layer, OnMiss, Pipeline, PositionsWord, ReadoutWord, SpecError};
 use super::utility::{ReadoutCurves, Recipe};
-use crate::cache::{Namespace, NamespaceId, NoStore, ScoreStore, SledStore, decode_curves, decode_edges, encode_curves, encode_edges};
+use crate::cache::{
+    Namespace, NamespaceId, NoStore, Records, ScoreStore, SledStore, decode_curves, decode_edges, encode_curves, encode_edges,
+};
 use crate::io::{SourceBatch, TextCell};
 use crate::model::ops::Device;
 use crate::model::{self, Encoder, EncoderIdentity, Identity, Load, ModelError, ModelPath, Tap};
@@ -124,12 +126,16 @@ pub struct Scorer {
     wanted: Vec<NamespaceId>,
     keys: Vec<blake3::Hash>,
     recipe: Recipe,
+    /// Of the window.
+    knots: Knots,
     tokenizer: OnceCell<Arc<Tokenizer>>,
     engine: OnceCell<Arc<Engine>>,
     encoder: Option<(PathBuf, EncoderIdentity)>,
     boundary: OnceCell<Arc<EmbeddingBoundary>>,
     /// One gate per text that is being scored: copies in other batches wait there and then find it in the cache.
     gates: Mutex<HashMap<blake3::Hash, Arc<tokio::sync::Mutex<()>>>>,
+    /// One per thread, for batches that are looked up and cut.
+    turns: Arc<Semaphore>,
     pub(super) counters: Counters,
 }
 
@@ -238,7 +244,9 @@ impl Scorer {
             .model
             .threads
             .map_or_else(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get), |threads| threads as usize);
+        let knots = Knots::new(settings.window, settings.skip);
         let scorer = Self {
+            knots,
             model,
             identity,
             policy,
@@ -260,6 +268,7 @@ impl Scorer {
             encoder,
             boundary: OnceCell::new(),
             gates: Mutex::default(),
+            turns: Arc::new(Semaphore::new(threads.max(1))),
             counters: Counters::default(),
         };
         // Settings that were used before are known to be sound; new ones are checked now rather than at the first document.
@@ -380,12 +389,39 @@ impl Scorer {
     /// # Errors
     /// [`RunError`] if the cache or the model fails; what concerns one document only is its [`DocState::Bad`].
     pub async fn resolve(self: &Arc<Self>, batch: &Arc<SourceBatch>, need: Need) -> Result<Vec<DocState>, RunError> {
+        self.resolve_each(batch, need, |_, state| state, |states| states).await
+    }
+
+    /// What `each` makes of every row, by its place in the batch, and then `finish` of all of them in order. A document is let go of before the next is looked
+    /// up, and if none must be scored everything happens on one thread: memory is not passed between threads, and is in their caches.
+    pub(super) async fn resolve_each<T: Send + 'static, R: Send + 'static>(
+        self: &Arc<Self>,
+        batch: &Arc<SourceBatch>,
+        need: Need,
+        each: impl Fn(usize, DocState) -> T + Send + Sync + 'static,
+        finish: impl FnOnce(Vec<T>) -> R + Send + 'static,
+    ) -> Result<R, RunError> {
         let (this, rows) = (Arc::clone(self), Arc::clone(batch));
-        let mut states = blocking(move || this.look_up(&rows, need)).await??;
+        let turn = self.turn().await?;
+        let known = blocking(move || {
+            let _turn = turn;
+            let mut known = Vec::with_capacity(rows.rows.len());
+            for (place, text) in rows.texts().enumerate() {
+                known.push(this.look_up(text, need)?.map(|state| each(place, state)));
+            }
+            if known.iter().any(Result::is_err) {
+                return Ok::<_, RunError>(Err((known, each, finish)));
+            }
+            Ok(Ok(finish(known.into_iter().flatten().collect())))
+        });
+        let (known, each, finish) = match known.await?? {
+            Ok(done) => return Ok(done),
+            Err(rest) => rest,
+        };
 
         let mut misses: HashMap<blake3::Hash, Vec<usize>> = HashMap::new();
         let mut order = Vec::new();
-        for (i, state) in states.iter().enumerate() {
+        for (i, state) in known.iter().enumerate() {
             if let Err(hash) = state {
                 let same = misses.entry(*hash).or_default();
                 if same.is_empty() {
@@ -394,16 +430,13 @@ impl Scorer {
                 same.push(i);
             }
         }
+        let mut states: HashMap<blake3::Hash, DocState> = HashMap::new();
         match self.on_miss {
-            OnMiss::Error if !order.is_empty() => {
+            OnMiss::Error => {
                 return Err(RunError::NotCached { row: batch.rows[order[0].1], documents: order.len() });
             }
-            OnMiss::Skip => {
-                for state in states.iter_mut().filter(|s| s.is_err()) {
-                    *state = Ok(DocState::NotCached);
-                }
-            }
-            _ => {
+            OnMiss::Skip => {}
+            OnMiss::Score => {
                 let found: Vec<_> = stream::iter(order)
                     .map(|(hash, i)| async move { Ok::<_, RunError>((hash, self.score_once(batch, i, hash, need).await?)) })
                     .buffered(IN_FLIGHT)
@@ -411,16 +444,23 @@ impl Scorer {
                     .await;
                 for result in found {
                     let (hash, state) = result?;
-                    for (copy, &i) in misses.get(&hash).into_iter().flatten().enumerate() {
-                        if copy > 0 {
-                            self.count_copy(&state);
-                        }
-                        states[i] = Ok(state.clone());
-                    }
+                    misses.get(&hash).into_iter().flatten().skip(1).for_each(|_| self.count_copy(&state));
+                    states.insert(hash, state);
                 }
             }
         }
-        Ok(states.into_iter().map(|s| s.unwrap_or(DocState::NotCached)).collect())
+        let turn = self.turn().await?;
+        blocking(move || {
+            let _turn = turn;
+            let state = |hash| states.get(&hash).cloned().unwrap_or(DocState::NotCached);
+            finish(known.into_iter().enumerate().map(|(place, known)| known.unwrap_or_else(|hash| each(place, state(hash)))).collect())
+        })
+        .await
+    }
+
+    /// Waits until a thread is free for a batch, first come, first served. Batches that shared threads would be ready all at once, and late.
+    async fn turn(&self) -> Result<OwnedSemaphorePermit, RunError> {
+        Arc::clone(&self.turns).acquire_owned().await.map_err(|e| RunError::Bug(e.to_string()))
     }
 
     /// Counts a copy of a document of the same batch, which was resolved once for all of them.
@@ -437,37 +477,27 @@ impl Scorer {
         self.counters.candidates.fetch_add(candidates as u64, Ordering::Relaxed);
     }
 
-    /// One look-up per text: what is known, or the hash of a text that must be scored.
-    fn look_up(&self, batch: &SourceBatch, need: Need) -> Result<Vec<Result<DocState, blake3::Hash>>, RunError> {
+    /// What is known of a row, or the hash of a text that must be scored.
+    fn look_up(&self, text: TextCell<'_>, need: Need) -> Result<Result<DocState, blake3::Hash>, RunError> {
         let began = Instant::now();
-        let mut out = Vec::with_capacity(batch.texts.len());
-        for text in &batch.texts {
-            let text = match text {
-                TextCell::Null => {
-                    out.push(Ok(DocState::Null));
-                    continue;
-                }
-                TextCell::Bad(reason) => {
-                    out.push(Ok(DocState::Bad(reason.clone())));
-                    continue;
-                }
-                TextCell::Text(text) if text.is_empty() => {
-                    out.push(Ok(DocState::Empty));
-                    continue;
-                }
-                TextCell::Text(text) => text,
-            };
-            let hash = blake3::hash(text.as_bytes());
-            out.push(self.look_up_text(hash, text, need)?.ok_or(hash));
-        }
-        self.counters.lookup_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        Ok(out)
+        let state = match text {
+            TextCell::Null => DocState::Null,
+            TextCell::Bad(reason) => DocState::Bad(reason.to_owned()),
+            TextCell::Text("") => DocState::Empty,
+            TextCell::Text(text) => {
+                let hash = blake3::hash(text.as_bytes());
+                let found = self.look_up_text(hash, text, need)?;
+                self.counters.lookup_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
+                return Ok(found.ok_or(hash));
+            }
+        };
+        Ok(Ok(state))
     }
 
     /// What the cache knows of a text, if it is enough.
     fn look_up_text(&self, hash: blake3::Hash, text: &str, need: Need) -> Result<Option<DocState>, RunError> {
         let records = self.store.lookup(&hash, &self.wanted)?;
-        let Some(edges) = records[0].as_deref().and_then(|bytes| decode_edges(bytes, text.len())) else { return Ok(None) };
+        let Some(edges) = records.get(0).and_then(|bytes| decode_edges(bytes, text.len())) else { return Ok(None) };
         if !need.scores(edges.tokens) {
             self.counters.not_needed.fetch_add(1, Ordering::Relaxed);
             return Ok(Some(self.ready(hash, edges, None)));
@@ -479,15 +509,16 @@ impl Scorer {
     }
 
     /// For each readout the curves that the records of a look-up hold, if any does.
-    fn served(&self, records: &[Option<Vec<u8>>], edges: &Edges) -> Vec<Option<ReadoutCurves>> {
-        let mut records = records[1..].iter();
+    fn served(&self, records: &Records, edges: &Edges) -> Vec<Option<ReadoutCurves>> {
+        let mut next = 1;
         let after = tokens_after(edges);
         // Windows of another length may read a document of several segments from other ones.
         let one_segment = edges.tokens <= self.settings.context - u32::from(self.settings.bos.is_some());
         let of_readout = |(readout, serving): &(Readout, Vec<Serving>)| {
-            let mine: Vec<_> = records.by_ref().take(serving.len()).zip(serving).collect();
-            mine.into_iter().find_map(|(bytes, (_, longer))| {
-                let curves = decode_curves(bytes.as_deref()?, after.len())?;
+            let first = next;
+            next += serving.len();
+            serving.iter().enumerate().find_map(|(i, (_, longer))| {
+                let curves = decode_curves(records.get(first + i)?, after.len())?;
                 (longer.is_none() || one_segment).then(|| self.fitted(*readout, curves, *longer, &after))
             })
         };
@@ -500,7 +531,7 @@ impl Scorer {
         if readout == Readout::Embed {
             return ReadoutCurves { readout, reach: vec![s.window; curves.len()], curves };
         }
-        let reach = reach(&s.stages, s.window, s.skip, &curves, after);
+        let reach = reach(&s.stages, s.window, &self.knots, &curves, after);
         if let Some(longer) = longer {
             let knots = Knots::new(longer, s.skip);
             let cut = |((curve, &reach), &after): ((&[f32], &u32), &u32)| {
@@ -523,7 +554,7 @@ impl Scorer {
         let gate = Arc::clone(self.gates.lock().unwrap_or_else(PoisonError::into_inner).entry(hash).or_default());
         let guard = gate.lock().await;
         // A copy may have been scored since the batch was looked up, whether it was waited for or not.
-        let known = match &batch.texts[row] {
+        let known = match batch.text(row) {
             TextCell::Text(text) => self.look_up_text(hash, text, need)?,
             _ => None,
         };
@@ -573,7 +604,7 @@ impl Scorer {
         let (this, rows) = (Arc::clone(self), Arc::clone(batch));
         let prepared = blocking(move || {
             let began = Instant::now();
-            let TextCell::Text(text) = &rows.texts[row] else {
+            let TextCell::Text(text) = rows.text(row) else {
                 return Ok((Tokens::default(), Edges::default()));
             };
             let tokens = tokenizer.encode(text)?;
@@ -614,7 +645,7 @@ impl Scorer {
             Err(error) => return Err(error.into()),
         };
         let mut records = Vec::new();
-        if found[0].is_none() {
+        if found.get(0).is_none() {
             records.push((self.edges_namespace, encode_edges(&edges)));
         }
         let mut all = Vec::with_capacity(known.len());
@@ -641,13 +672,13 @@ impl Scorer {
     /// The embedding boundary of each candidate.
     async fn embed(&self, batch: &Arc<SourceBatch>, row: usize, tokens: &Tokens, edges: &Edges) -> Result<Vec<f32>, RunError> {
         let boundary = self.boundary().await?;
-        let TextCell::Text(text) = &batch.texts[row] else { return Ok(Vec::new()) };
+        let TextCell::Text(text) = batch.text(row) else { return Ok(Vec::new()) };
         let candidates: Vec<&Edge> = edges.edges.iter().filter(|e| e.is_candidate()).collect();
         let mut out = Vec::with_capacity(candidates.len());
         for some in candidates.chunks(EMBED_AT_ONCE) {
             let sides: Vec<_> = some.iter().map(|edge| sides(text, tokens, edge)).collect();
             let (boundary, rows) = (Arc::clone(&boundary), Arc::clone(batch));
-            let found = blocking(move || match &rows.texts[row] {
+            let found = blocking(move || match rows.text(row) {
                 TextCell::Text(text) => boundary.scores(text, &sides),
                 _ => Ok(Vec::new()),
             })

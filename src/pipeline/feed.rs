@@ -249,7 +249,7 @@ impl Feeder<'_> {
             while let Some(mut batch) = waiting.take() {
                 let mut take = batch.rows.len();
                 let mut size = 0;
-                for (i, text) in batch.texts.iter().enumerate() {
+                for (i, text) in batch.texts().enumerate() {
                     size += match text {
                         crate::io::TextCell::Text(text) => text.len() as u64,
                         _ => 0,

@@ -9,8 +9,8 @@ use arrow::array::{Array, AsArray, RecordBatch};
 use arrow::datatypes::{Int64Type, Schema, SchemaRef};
 use futures::stream::{Stream, StreamExt};
 
-use super::chunks::{Chunked, Cutting, Judge, Prepared, assemble, chunk_schema, chunk_tokens};
-use super::documents::{DocState, Need, Scored, Scorer, blocking};
+use super::chunks::{Cutting, Judge, Prepared, assemble, chunk_schema};
+use super::documents::{DocState, Need, Scored, Scorer};
 use super::feed::Columns;
 use super::spec::{OnBadRow, Pipeline};
 use super::summary::Lengths;
@@ -27,6 +27,15 @@ pub(super) struct CutBatch {
     pub(super) relaxed: u64,
     /// Bad rows and why.
     pub(super) bad: Vec<(u64, String)>,
+}
+
+/// What became of a row.
+enum Outcome {
+    Null,
+    Empty,
+    NotCached,
+    Bad(String),
+    Cut(Chunks),
 }
 
 /// Cuts documents: a stream of record batches in, a stream of record batches of chunks out. Usable without the command line.
@@ -132,43 +141,54 @@ impl Operator {
             (false, Cutting::Fixed(count)) if count > 1 => Need::All,
             _ => Need::Cuttable(self.limits),
         };
-        let states = self.scorer.resolve(&batch, need).await?;
-        let (this, name) = (Arc::clone(self), name.to_owned());
-        blocking(move || this.cut_resolved(&name, &batch, &states)).await?
+        let (this, rows) = (Arc::clone(self), Arc::clone(&batch));
+        let cut = move |row, state| {
+            let began = Instant::now();
+            let outcome = this.outcome(&rows, row, state);
+            this.segment_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
+            outcome
+        };
+        let (this, rows, name) = (Arc::clone(self), Arc::clone(&batch), name.to_owned());
+        self.scorer.resolve_each(&batch, need, cut, move |outcomes| this.gather(&name, &rows, outcomes)).await?
     }
 
-    fn cut_resolved(&self, name: &str, batch: &SourceBatch, states: &[DocState]) -> Result<CutBatch, RunError> {
+    fn outcome(&self, batch: &SourceBatch, row: usize, state: DocState) -> Outcome {
+        match state {
+            DocState::Null => Outcome::Null,
+            DocState::Empty => Outcome::Empty,
+            DocState::NotCached => Outcome::NotCached,
+            DocState::Bad(reason) => Outcome::Bad(reason),
+            DocState::Ready(_) if self.plan.id.is_some() && batch.columns.column(0).is_null(row) => Outcome::Bad("its id is null".into()),
+            DocState::Ready(document) => self.cut_document(&document, batch, row).map_or_else(Outcome::Bad, Outcome::Cut),
+        }
+    }
+
+    fn gather(&self, name: &str, batch: &SourceBatch, outcomes: Vec<Outcome>) -> Result<CutBatch, RunError> {
         let began = Instant::now();
-        let mut rows = RowCounts { read: states.len() as u64, ..RowCounts::default() };
+        let mut rows = RowCounts { read: outcomes.len() as u64, ..RowCounts::default() };
         let (mut lengths, mut relaxed, mut bad) = (Lengths::default(), 0, Vec::new());
-        let mut cut: Vec<(usize, &Scored, Chunks)> = Vec::new();
-        for (row, state) in states.iter().enumerate() {
-            let mut refuse = |reason: String| {
-                rows.bad += 1;
-                bad.push((batch.rows[row], reason));
-            };
-            match state {
-                DocState::Null => rows.null += 1,
-                DocState::Empty => rows.empty += 1,
-                DocState::NotCached => rows.not_cached += 1,
-                DocState::Bad(reason) => refuse(reason.clone()),
-                DocState::Ready(_) if self.plan.id.is_some() && batch.columns.column(0).is_null(row) => refuse("its id is null".into()),
-                DocState::Ready(document) => match self.cut_document(document, batch, row) {
-                    Ok(chunks) => {
-                        rows.chunked += 1;
-                        relaxed += u64::from(chunks.relaxed);
-                        chunk_tokens(document, &chunks).for_each(|tokens| lengths.add(tokens));
-                        cut.push((row, document, chunks));
-                    }
-                    Err(reason) => refuse(reason),
-                },
+        let mut cut: Vec<(usize, Chunks)> = Vec::with_capacity(outcomes.len());
+        for (row, outcome) in outcomes.into_iter().enumerate() {
+            match outcome {
+                Outcome::Null => rows.null += 1,
+                Outcome::Empty => rows.empty += 1,
+                Outcome::NotCached => rows.not_cached += 1,
+                Outcome::Bad(reason) => {
+                    rows.bad += 1;
+                    bad.push((batch.rows[row], reason));
+                }
+                Outcome::Cut(chunks) => {
+                    rows.chunked += 1;
+                    relaxed += u64::from(chunks.relaxed);
+                    chunks.lengths().for_each(|tokens| lengths.add(tokens));
+                    cut.push((row, chunks));
+                }
             }
         }
         if let (OnBadRow::Fail, Some((row, reason))) = (self.on_bad_row, bad.first()) {
             return Err(IoError::BadRow { file: name.to_owned(), row: *row, reason: reason.clone() }.into());
         }
-        let documents: Vec<Chunked<'_>> = cut.iter().map(|(row, document, chunks)| Chunked { row: *row, document, chunks }).collect();
-        let chunks = assemble(&self.schema, &self.plan, batch, name, &documents)?;
+        let chunks = assemble(&self.schema, &self.plan, batch, name, &cut)?;
         self.segment_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
         Ok(CutBatch { chunks, rows, lengths, relaxed, bad })
     }

@@ -128,11 +128,11 @@ pub async fn plan(pipeline: &Pipeline, options: PlanOptions) -> Result<Plan, Run
             let Event::Rows(_, batch) = event else { return Ok((Some(event), Vec::new())) };
             let batch = Arc::new(batch);
             let states = scorer.resolve(&batch, Need::Cuttable(limits)).await?;
-            let text = |cell: &TextCell| match cell {
+            let text = |cell: TextCell<'_>| match cell {
                 TextCell::Text(text) if !text.is_empty() => Some((blake3::hash(text.as_bytes()), text.len() as u64)),
                 _ => None,
             };
-            Ok::<_, RunError>((None, batch.texts.iter().map(text).zip(states).collect()))
+            Ok::<_, RunError>((None, batch.texts().map(text).zip(states).collect()))
         }
     });
     let mut found = Box::pin(found.buffered(scorer.threads() + 1));

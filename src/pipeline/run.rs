@@ -25,6 +25,9 @@ use crate::segment::calibrate;
 /// Time after which scores are made durable although no part is complete.
 const FLUSH_EVERY: Duration = Duration::from_secs(2);
 
+/// Batches that may wait to be written beside those at work: writing goes in bursts.
+const AHEAD: usize = 6;
+
 /// Documents that a penalty is calibrated on at most.
 const SAMPLE: usize = 10_000;
 
@@ -352,7 +355,7 @@ impl Consumer<'_> {
     async fn consume(&mut self, events: mpsc::Receiver<Event>, options: &RunOptions) -> Result<(), RunError> {
         let operator = Arc::clone(&self.operator);
         let names: Arc<Vec<String>> = Arc::new(self.files.iter().map(|f| f.relative.clone()).collect());
-        let sides = operator.scorer.threads() + 1;
+        let sides = operator.scorer.threads() + AHEAD;
         let cut = event_stream(events).map(move |event| {
             let (operator, names) = (Arc::clone(&operator), Arc::clone(&names));
             async move {
@@ -684,7 +687,7 @@ async fn calibrated(
     let stop = stopped(options.stop.clone());
     tokio::pin!(stop);
     let unused = Arc::new(AtomicU64::new(0));
-    let hash_of = |cell: &TextCell| match cell {
+    let hash_of = |cell: TextCell<'_>| match cell {
         TextCell::Text(text) if !text.is_empty() => Some(*blake3::hash(text.as_bytes()).as_bytes()),
         _ => None,
     };
@@ -697,7 +700,7 @@ async fn calibrated(
             None => break,
             Some(Event::Failed(error)) => return Err(error),
             Some(Event::Rows(_, batch)) => {
-                for hash in batch.texts.iter().filter_map(hash_of) {
+                for hash in batch.texts().filter_map(hash_of) {
                     smallest.insert(hash);
                     if smallest.len() > SAMPLE {
                         smallest.pop_last();
@@ -719,11 +722,9 @@ async fn calibrated(
             Some(Event::Rows(_, batch)) => batch,
             Some(_) => continue,
         };
-        for text in &mut batch.texts {
-            if !hash_of(text).is_some_and(|h| smallest.remove(&h)) {
-                *text = TextCell::Null;
-            }
-        }
+        // Of several copies the first is kept.
+        let kept = std::cell::RefCell::new(&mut smallest);
+        batch.keep_texts(|text| hash_of(text).is_some_and(|hash| kept.borrow_mut().remove(&hash)));
         let batch = Arc::new(batch);
         let states = tokio::select! { biased; reason = &mut stop => return Err(RunError::Stopped(reason)), states = scorer.resolve(&batch, Need::Cuttable(limits)) => states? };
         for state in states {

@@ -10,7 +10,7 @@ use serde::Serialize;
 use tokio::sync::watch;
 
 use super::chunks::{Judge, Prepared};
-use super::documents::{DocState, Need, Scorer, blocking};
+use super::documents::{DocState, Need, Scorer};
 use super::feed::{Event, FeedOptions, forced_format, open_first};
 use super::operator::limits;
 use super::run::{event_stream, spawn_feed, stopped};
@@ -97,12 +97,12 @@ pub async fn sweep(
         async move {
             match event {
                 Event::Rows(_, batch) => {
-                    let states = scorer.resolve(&Arc::new(batch), Need::Cuttable(limits)).await?;
-                    blocking(move || {
-                        states.iter().for_each(|state| tally.add(state, &limits, &judge, &penalties));
+                    let solve = move |_, state: DocState| Outcome::of(&state, &limits, &judge, &penalties);
+                    let tally = move |outcomes: Vec<Outcome>| {
+                        outcomes.into_iter().for_each(|outcome| tally.add(outcome));
                         tally
-                    })
-                    .await
+                    };
+                    scorer.resolve_each(&Arc::new(batch), Need::Cuttable(limits), solve, tally).await
                 }
                 Event::Failed(error) => Err(error),
                 _ => Ok(tally),
@@ -141,19 +141,36 @@ pub async fn sweep(
     Ok(Sweep { penalties: rows.collect(), documents: total.documents, not_cached: total.not_cached, other_rows: total.other })
 }
 
-impl Tally {
-    fn add(&mut self, state: &DocState, limits: &Limits, judge: &Judge, penalties: &[f64]) {
+/// What became of a row.
+enum Outcome {
+    /// At each penalty the lengths of the chunks in tokens, and whether a limit gave way.
+    Cut(Vec<(Vec<u32>, bool)>),
+    NotCached,
+    Other,
+}
+
+impl Outcome {
+    fn of(state: &DocState, limits: &Limits, judge: &Judge, penalties: &[f64]) -> Self {
         match state {
-            DocState::Ready(document) => {
+            DocState::Ready(document) => Self::Cut(Prepared::new(document, judge).sweep(limits, penalties)),
+            DocState::NotCached => Self::NotCached,
+            DocState::Null | DocState::Empty | DocState::Bad(_) => Self::Other,
+        }
+    }
+}
+
+impl Tally {
+    fn add(&mut self, outcome: Outcome) {
+        match outcome {
+            Outcome::Cut(penalties) => {
                 self.documents += 1;
-                let prepared = Prepared::new(document, judge);
-                for (i, (lengths, relaxed)) in prepared.sweep(limits, penalties).into_iter().enumerate() {
+                for (i, (lengths, relaxed)) in penalties.into_iter().enumerate() {
                     lengths.into_iter().for_each(|tokens| self.lengths[i].add(tokens));
                     self.relaxed[i] += u64::from(relaxed);
                 }
             }
-            DocState::NotCached => self.not_cached += 1,
-            DocState::Null | DocState::Empty | DocState::Bad(_) => self.other += 1,
+            Outcome::NotCached => self.not_cached += 1,
+            Outcome::Other => self.other += 1,
         }
     }
 

@@ -149,14 +149,32 @@ pub struct Knots {
     at: Vec<u32>,
     /// How many of them are at most so many tokens.
     kept: Vec<u32>,
+    /// How far so many tokens are from the place before to the one behind, as a share.
+    share: Vec<f64>,
+    /// Windows with the roots of lengths in windows, up to the longest chunk that is asked for often.
+    roots: Vec<(u32, Vec<f64>)>,
 }
 
 impl Knots {
     /// Of windows up to `window` tokens.
     #[must_use]
     pub fn new(window: u32, skip: u32) -> Self {
-        let kept = (0..=window).map(|x| kept_of(x, skip) as u32).collect();
-        Self { at: (1..=window).filter(|&x| is_kept(x, skip)).collect(), kept }
+        let kept: Vec<u32> = (0..=window).map(|x| kept_of(x, skip) as u32).collect();
+        let at: Vec<u32> = (1..=window).filter(|&x| is_kept(x, skip)).collect();
+        let share = |len: usize| {
+            let i = kept[len] as usize;
+            let x0 = i.checked_sub(1).map_or(0, |i| at[i]);
+            at.get(i).map_or(0.0, |&x1| f64::from(len as u32 - x0) / f64::from(x1 - x0))
+        };
+        let share = (0..=window as usize).map(share).collect();
+        Self { at, kept, share, roots: Vec::new() }
+    }
+
+    /// With the roots that damages beyond these windows need, for chunks of at most `longest` tokens. Without them each is computed when it is asked for.
+    #[must_use]
+    pub fn with_roots(mut self, windows: impl IntoIterator<Item = u32>, longest: u32) -> Self {
+        self.roots = windows.into_iter().map(|m| (m, (0..=longest).map(|len| root(len, m)).collect())).collect();
+        self
     }
 
     /// Values that a longer curve keeps of its first `tokens` tokens.
@@ -165,18 +183,64 @@ impl Knots {
         self.kept[(tokens as usize).min(self.kept.len() - 1)] as usize
     }
 
-    /// D(b, l): the damage of the first `len` tokens, in nats, from the curve of a window that was scored for `m` tokens. Linear between kept values;
-    /// beyond `m`, D(b, m) * sqrt(l / m). NaN for an empty curve.
+    /// The curve of a window that was scored for `m` tokens, to read damages off it.
     #[must_use]
-    pub fn damage(&self, curve: &[f32], m: u32, len: u32) -> f64 {
-        let Some((&last, before)) = curve.split_last() else { return f64::NAN };
-        if len >= m {
-            return f64::from(last) * (f64::from(len) / f64::from(m)).sqrt();
+    pub fn read<'a>(&'a self, curve: &'a [f32], m: u32) -> Damage<'a> {
+        let roots = self.roots.iter().find(|(window, _)| *window == m).map_or(&[][..], |(_, roots)| roots);
+        let last = curve.last().map_or(f64::NAN, |&last| f64::from(last));
+        // The place where the curve ends has the same places around it as in a longer curve.
+        let regular = if self.at.get(curve.len().wrapping_sub(1)) == Some(&m) { curve.len() } else { curve.len().saturating_sub(1) };
+        Damage { knots: self, curve, m, last, regular, roots }
+    }
+}
+
+/// sqrt(l / m).
+fn root(len: u32, m: u32) -> f64 {
+    (f64::from(len) / f64::from(m)).sqrt()
+}
+
+/// A curve to read damages off.
+#[derive(Debug, Clone, Copy)]
+pub struct Damage<'a> {
+    knots: &'a Knots,
+    curve: &'a [f32],
+    m: u32,
+    last: f64,
+    /// Values at places of the knots.
+    regular: usize,
+    roots: &'a [f64],
+}
+
+impl Damage<'_> {
+    /// D(b, l): the damage of the first `len` tokens, in nats. Linear between kept values; beyond the window's m tokens, D(b, m) * sqrt(l / m). NaN for an
+    /// empty curve.
+    #[must_use]
+    #[inline]
+    pub fn of(&self, len: u32) -> f64 {
+        if len >= self.m {
+            return self.beyond(len);
         }
-        let i = self.kept(len).min(before.len());
-        let (x0, y0) = i.checked_sub(1).map_or((0, 0.0), |i| (self.at[i], f64::from(before[i])));
-        let (x1, y1) = before.get(i).map_or((m, f64::from(last)), |&y| (self.at[i], f64::from(y)));
-        y0 + (y1 - y0) * (f64::from(len - x0) / f64::from(x1 - x0))
+        let i = self.knots.kept(len);
+        let y0 = if i == 0 { 0.0 } else { self.curve.get(i - 1).map_or(f64::NAN, |&y| f64::from(y)) };
+        if i < self.regular {
+            return y0 + (f64::from(self.curve[i]) - y0) * self.knots.share[(len as usize).min(self.knots.share.len() - 1)];
+        }
+        let x0 = i.checked_sub(1).map_or(0, |i| self.knots.at[i]);
+        y0 + (self.last - y0) * (f64::from(len - x0) / f64::from(self.m - x0))
+    }
+
+    /// [`Self::of`] each of some lengths, in ascending order.
+    #[inline]
+    pub fn of_each(&self, lens: &[u32], out: &mut [f64]) {
+        let within = lens.partition_point(|&len| len < self.m).min(out.len());
+        let (near, far) = out.split_at_mut(within);
+        near.iter_mut().zip(lens).for_each(|(out, &len)| *out = self.of(len));
+        far.iter_mut().zip(&lens[within..]).for_each(|(out, &len)| *out = self.beyond(len));
+    }
+
+    #[inline]
+    fn beyond(&self, len: u32) -> f64 {
+        self.last * self.roots.get(len as usize).copied().unwrap_or_else(|| root(len, self.m))
     }
 }
 
@@ -209,16 +273,16 @@ mod tests {
         let (curve, knots) = (curve(&terms, 1), Knots::new(24, 1));
         let sum = |n: u32| f64::from(n * (n - 1) / 2);
         for kept in [1, 2, 8, 16, 20] {
-            assert_eq!(knots.damage(&curve, 20, kept), sum(kept));
+            assert_eq!(knots.read(&curve, 20).of(kept), sum(kept));
         }
-        assert_eq!(knots.damage(&curve, 20, 12), (sum(8) + sum(16)) / 2.0);
-        assert_eq!(knots.damage(&curve, 20, 18), (sum(16) + sum(20)) / 2.0);
-        assert_eq!(knots.damage(&curve, 20, 5), sum(2) + (sum(8) - sum(2)) / 2.0);
-        assert_eq!(knots.damage(&curve, 20, 80), sum(20) * 2.0);
-        assert!(knots.damage(&[], 20, 8).is_nan());
+        assert_eq!(knots.read(&curve, 20).of(12), (sum(8) + sum(16)) / 2.0);
+        assert_eq!(knots.read(&curve, 20).of(18), (sum(16) + sum(20)) / 2.0);
+        assert_eq!(knots.read(&curve, 20).of(5), sum(2) + (sum(8) - sum(2)) / 2.0);
+        assert_eq!(knots.read(&curve, 20).of(80), sum(20) * 2.0);
+        assert!(knots.read(&[], 20).of(8).is_nan());
         // One that ended at a kept place, read with the knots of a longer window.
-        assert_eq!(knots.damage(&curve[..3], 8, 4), sum(2) + (sum(8) - sum(2)) / 3.0);
-        assert_eq!(knots.damage(&curve[..3], 8, 32), sum(8) * 2.0);
+        assert_eq!(knots.read(&curve[..3], 8).of(4), sum(2) + (sum(8) - sum(2)) / 3.0);
+        assert_eq!(knots.read(&curve[..3], 8).of(32), sum(8) * 2.0);
     }
 
     #[test]

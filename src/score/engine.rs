@@ -675,7 +675,7 @@ impl Shared {
         }
         while let Some(stage) = self.spec.stages.get(progress.stage) {
             let damage = |run: &Run| damage_per_token(&self.knots, &run.lr.curve, n - job.document.edges[run.edge], stage.horizon);
-            let damages = runs.iter().enumerate().filter(|(_, run)| !run.lr.curve.is_empty()).map(|(i, run)| (i, damage(run))).collect();
+            let damages = runs.iter().enumerate().filter(|(_, run)| !run.lr.curve.is_empty()).map(|(i, run)| (i, damage(run)));
             let mut chosen = survivors(damages, stage.keep, progress.all).into_iter().peekable();
             progress.stage += 1;
             let mut next = Vec::new();

@@ -9,7 +9,7 @@ mod engine;
 mod stages;
 
 pub use boundary::{EMBED_TOKENS, EmbeddingBoundary, sides};
-pub use curve::{Curve, Curves, Knots, kept_positions, score_at};
+pub use curve::{Curve, Curves, Damage, Knots, kept_positions, score_at};
 pub use engine::{Document, EdgeCurves, Engine, EngineOptions, EngineStats};
 pub use stages::{Stage, reach};
 

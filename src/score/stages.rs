@@ -13,14 +13,20 @@ pub struct Stage {
 
 /// Which of the candidates that ran a stage go on: those of least damage per token, ties to the earlier. `damages` holds the number of a candidate and its
 /// damage per token; `all` is the number of the document's candidates.
-pub(super) fn survivors(mut damages: Vec<(usize, f64)>, keep: f64, all: usize) -> Vec<usize> {
+pub(super) fn survivors(damages: impl IntoIterator<Item = (usize, f64)>, keep: f64, all: usize) -> Vec<usize> {
+    // Damages as integers that are ordered as they are by `total_cmp`.
+    let ordered = |(candidate, damage): (usize, f64)| {
+        let bits = damage.to_bits();
+        (if bits >> 63 == 0 { bits | 1 << 63 } else { !bits }, candidate)
+    };
+    let mut damages: Vec<(u64, usize)> = damages.into_iter().map(ordered).collect();
     // A share such as 0.07 of 100 is 7, whatever binary fractions make of it.
     let count = ((keep * all as f64 - 1e-9).ceil().max(0.0) as usize).max(3);
     if count < damages.len() {
-        damages.select_nth_unstable_by(count, |a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)));
+        damages.select_nth_unstable(count);
         damages.truncate(count);
     }
-    let mut chosen: Vec<usize> = damages.into_iter().map(|(candidate, _)| candidate).collect();
+    let mut chosen: Vec<usize> = damages.into_iter().map(|(_, candidate)| candidate).collect();
     chosen.sort_unstable();
     chosen
 }
@@ -33,17 +39,16 @@ pub(super) fn damage_per_token(knots: &Knots, curve: &[f32], after: u32, horizon
 }
 
 /// How far the stages let each candidate of a document go: the horizon of the last stage that it ran. From curves (of LR) that go at least so far, and how
-/// many tokens lie right of each candidate; 0 for a candidate without a curve.
+/// many tokens lie right of each candidate; 0 for a candidate without a curve. `knots` are those of the window.
 #[must_use]
-pub fn reach(stages: &[Stage], window: u32, skip: u32, curves: &Curves, after: &[u32]) -> Vec<u32> {
-    let knots = Knots::new(window, skip);
+pub fn reach(stages: &[Stage], window: u32, knots: &Knots, curves: &Curves, after: &[u32]) -> Vec<u32> {
     let mut left: Vec<usize> = (0..curves.len()).filter(|&i| !curves.get(i).is_empty()).collect();
     let all = left.len();
     let mut reach = vec![0; curves.len()];
     for stage in stages {
         left.iter().for_each(|&i| reach[i] = stage.horizon);
-        let damages = left.iter().map(|&i| (i, damage_per_token(&knots, curves.get(i), after[i], stage.horizon)));
-        left = survivors(damages.collect(), stage.keep, all);
+        let damages = left.iter().map(|&i| (i, damage_per_token(knots, curves.get(i), after[i], stage.horizon)));
+        left = survivors(damages, stage.keep, all);
     }
     left.into_iter().for_each(|i| reach[i] = window);
     reach
@@ -70,11 +75,11 @@ mod tests {
         let curves: Curves =
             [curve(5.0, 0.0), curve(1.0, 90.0), curve(2.0, 90.0), curve(3.0, 90.0), vec![], curve(4.0, 0.0)].into_iter().collect();
         let stages = [Stage { horizon: 8, keep: 0.6 }];
-        assert_eq!(reach(&stages, 16, 1, &curves, &[99; 6]), [8, 16, 16, 16, 0, 8]);
+        assert_eq!(reach(&stages, 16, &Knots::new(16, 1), &curves, &[99; 6]), [8, 16, 16, 16, 0, 8]);
         // A window that the document's end cuts off before 8 tokens is judged by what it has.
         let short: Curves =
             [curve(5.0, 0.0), vec![0.0, 0.0, 1.0], curve(2.0, 90.0), curve(3.0, 90.0), vec![], curve(4.0, 0.0)].into_iter().collect();
-        assert_eq!(reach(&stages, 16, 1, &short, &[99, 4, 99, 99, 2, 99]), [8, 16, 16, 16, 0, 8]);
-        assert_eq!(reach(&[], 16, 1, &curves, &[99; 6])[..2], [16, 16]);
+        assert_eq!(reach(&stages, 16, &Knots::new(16, 1), &short, &[99, 4, 99, 99, 2, 99]), [8, 16, 16, 16, 0, 8]);
+        assert_eq!(reach(&[], 16, &Knots::new(16, 1), &curves, &[99; 6])[..2], [16, 16]);
     }
 }

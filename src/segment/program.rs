@@ -155,8 +155,15 @@ fn utilities(edges: &[Cut]) -> Vec<i128> {
 }
 
 /// Minus the damage of a candidate, rounded once; nothing for a fallback edge, whose number is fixed before values are compared.
-fn spared(edges: &[Cut], damage: impl Fn(usize, u32) -> f64) -> impl Fn(usize, u32) -> i128 {
-    move |edge, len| if edges[edge].utility.is_some() { fixed(-damage(edge, len)) } else { 0 }
+fn spared(edges: &[Cut], damage: impl Fn(usize, &[u32], &mut [f64])) -> impl Fn(usize, u32) -> i128 {
+    move |edge, len| if edges[edge].utility.is_some() { fixed(-one(&damage, edge, len)) } else { 0 }
+}
+
+/// What a function of an edge and several lengths says of one.
+fn one(of: &impl Fn(usize, &[u32], &mut [f64]), edge: usize, len: u32) -> f64 {
+    let mut value = [0.0];
+    of(edge, &[len], &mut value);
+    value[0]
 }
 
 /// Positions of the start, the edges and the end: node 0, nodes 1..=edges, and the last node.
@@ -189,7 +196,7 @@ pub fn open_count(edges: &[Cut], tokens: u32, limits: &Limits, penalty: f64) -> 
 /// [`open_count`] at several penalties, side by side.
 #[must_use]
 pub fn open_counts(edges: &[Cut], tokens: u32, limits: &Limits, penalties: &[f64]) -> Vec<Segmentation> {
-    open_all(edges, tokens, limits, penalties, |edge, _| edges[edge].utility.unwrap_or(0.0))
+    open_all(edges, tokens, limits, penalties, |edge, _, worths| worths.fill(edges[edge].utility.unwrap_or(0.0)))
 }
 
 /// Open-count segmentation by chunk damage: chooses cuts C to maximise
@@ -198,9 +205,10 @@ pub fn open_counts(edges: &[Cut], tokens: u32, limits: &Limits, penalties: &[f64
 /// sum over b in C of (rho - D(b, length of the chunk that starts at b))  -  lambda * sum over chunks of ((len - T) / T)^2
 /// ```
 ///
-/// with limits and ties as in [`open_count`]. `damage(i, l)` is D(b, l), in nats, of the i-th edge; it is asked only where a utility stands (any will do).
+/// with limits and ties as in [`open_count`]. `damage(i, l, d)` gives D(b, l), in nats, of the i-th edge for each of some lengths; it is asked only where a
+/// utility stands (any will do).
 #[must_use]
-pub fn open_damage(edges: &[Cut], tokens: u32, limits: &Limits, penalty: f64, damage: impl Fn(usize, u32) -> f64) -> Segmentation {
+pub fn open_damage(edges: &[Cut], tokens: u32, limits: &Limits, penalty: f64, damage: impl Fn(usize, &[u32], &mut [f64])) -> Segmentation {
     open_damages(edges, tokens, limits, &[penalty], damage).pop().unwrap_or_default()
 }
 
@@ -211,11 +219,16 @@ pub fn open_damages(
     tokens: u32,
     limits: &Limits,
     penalties: &[f64],
-    damage: impl Fn(usize, u32) -> f64,
+    damage: impl Fn(usize, &[u32], &mut [f64]),
 ) -> Vec<Segmentation> {
     // rho - D is (-D) - (-rho), to the bit.
     let against: Vec<f64> = penalties.iter().map(|p| -p).collect();
-    open_all(edges, tokens, limits, &against, |edge, len| if edges[edge].utility.is_some() { -damage(edge, len) } else { 0.0 })
+    open_all(edges, tokens, limits, &against, |edge, lens, worths| {
+        if edges[edge].utility.is_some() {
+            damage(edge, lens, worths);
+            worths.iter_mut().for_each(|damage| *damage = -*damage);
+        }
+    })
 }
 
 /// Fixed-count segmentation by chunk damage: [`open_damage`] with exactly `count` chunks and rho = 0.
@@ -227,18 +240,29 @@ pub fn fixed_damage(
     tokens: u32,
     limits: &Limits,
     count: u32,
-    damage: impl Fn(usize, u32) -> f64,
+    damage: impl Fn(usize, &[u32], &mut [f64]),
 ) -> Result<Segmentation, SegmentError> {
     fixed_chunks(edges, tokens, limits, count, spared(edges, damage))
 }
 
 /// Penalties that are solved side by side.
 const LANES: usize = 8;
-/// Nats, or percentiles, that all terms of a document together must stay below for sums of 64 bits.
-const NARROW: f64 = 1e9;
+/// Nats, or percentiles, that each term must stay below for sums of 64 bits.
+const LARGEST_TERM: f64 = 131_072.0;
+/// Ways from a node that there is room for at once.
+const WAYS: usize = 128;
+/// Added to the cost of a way that limits exclude; no sum comes near.
+const NEVER: i64 = 1 << 61;
 
-/// The open-count program at several penalties: the i-th edge earns `worth(i, l)` less the penalty when a chunk of l tokens begins there.
-fn open_all(edges: &[Cut], tokens: u32, limits: &Limits, penalties: &[f64], worth: impl Fn(usize, u32) -> f64) -> Vec<Segmentation> {
+/// The open-count program at several penalties: the i-th edge earns `worth(i, l)` less the penalty when a chunk of l tokens begins there; 0 where
+/// nothing is written.
+fn open_all(
+    edges: &[Cut],
+    tokens: u32,
+    limits: &Limits,
+    penalties: &[f64],
+    worth: impl Fn(usize, &[u32], &mut [f64]),
+) -> Vec<Segmentation> {
     let at = nodes(edges, tokens);
     let wide = |penalty: &f64| open_wide(edges, &at, &Costs::new(*limits, tokens), *penalty, &worth);
     if let [penalty] = penalties {
@@ -262,7 +286,7 @@ fn open_all(edges: &[Cut], tokens: u32, limits: &Limits, penalties: &[f64], wort
 }
 
 /// The program in sums of 128 bits, whatever its terms.
-fn open_wide(edges: &[Cut], at: &[u32], costs: &Costs, penalty: f64, worth: &impl Fn(usize, u32) -> f64) -> Segmentation {
+fn open_wide(edges: &[Cut], at: &[u32], costs: &Costs, penalty: f64, worth: &impl Fn(usize, &[u32], &mut [f64])) -> Segmentation {
     let end = at.len() - 1;
     let cut = cut_costs(edges);
     // Backwards over nodes: the best way to go on from each, what it costs to begin there included, and the next node on it. The first of
@@ -275,7 +299,7 @@ fn open_wide(edges: &[Cut], at: &[u32], costs: &Costs, penalty: f64, worth: &imp
             let len = at[to] - at[node];
             let mut cost = costs.chunk(len).plus(best[to]);
             if node > 0 {
-                cost.value -= fixed(worth(node - 1, len) - penalty);
+                cost.value -= fixed(one(worth, node - 1, len) - penalty);
             }
             if chosen.is_none_or(|(c, _)| cost < c) {
                 chosen = Some((cost, to));
@@ -308,6 +332,11 @@ struct Lanes<const L: usize> {
     next: [u32; L],
 }
 
+/// Tokens over, tokens under and fallback cuts as one number that is ordered as they are; sums of it are sums of each.
+fn counts(over: u32, under: u32, fallback: u32) -> u128 {
+    u128::from(over) << 96 | u128::from(under) << 32 | u128::from(fallback)
+}
+
 /// The program in lanes of 64 bits. What limits count does not depend on the penalty, so it is settled once for all of them, and only the ways that are best
 /// by it are compared by value. `None` if the terms are too large.
 fn open_lanes<const L: usize>(
@@ -315,85 +344,137 @@ fn open_lanes<const L: usize>(
     at: &[u32],
     limits: &Limits,
     penalties: &[[f64; L]],
-    worth: &impl Fn(usize, u32) -> f64,
+    worth: &impl Fn(usize, &[u32], &mut [f64]),
+) -> Option<Vec<Segmentation>> {
+    #[cfg(target_arch = "x86_64")]
+    {
+        /// The same code with longer vectors: no operation is another, so no bit is.
+        #[target_feature(enable = "avx2")]
+        fn with_avx2<const L: usize>(
+            edges: &[Cut],
+            at: &[u32],
+            limits: &Limits,
+            penalties: &[[f64; L]],
+            worth: &impl Fn(usize, &[u32], &mut [f64]),
+        ) -> Option<Vec<Segmentation>> {
+            open_lanes_any(edges, at, limits, penalties, worth)
+        }
+        if std::arch::is_x86_feature_detected!("avx2") {
+            // SAFETY: the processor has what the function is compiled for.
+            #[allow(unsafe_code)]
+            return unsafe { with_avx2(edges, at, limits, penalties, worth) };
+        }
+    }
+    open_lanes_any(edges, at, limits, penalties, worth)
+}
+
+#[inline(always)]
+fn open_lanes_any<const L: usize>(
+    edges: &[Cut],
+    at: &[u32],
+    limits: &Limits,
+    penalties: &[[f64; L]],
+    worth: &impl Fn(usize, &[u32], &mut [f64]),
 ) -> Option<Vec<Segmentation>> {
     let end = at.len() - 1;
-    let groups = penalties.len();
-    let lengths: Vec<i64> = (0..=limits.max.min(at[end])).map(|len| narrow(limits.length_term(len))).collect();
-    let length = |len: u32| lengths.get(len as usize).copied().unwrap_or_else(|| narrow(limits.length_term(len)));
-    // Tokens over, tokens under, fallback cuts from each node on.
-    let mut limited = vec![(0_u64, 0_u64, 0_u32); end + 1];
-    let blank = Lanes { value: [0; L], cuts: [0; L], next: [0; L] };
-    let unreached = Lanes { value: [i64::MAX; L], cuts: [u32::MAX; L], next: [0; L] };
-    let mut best = vec![blank; (end + 1) * groups];
-    // The best ways from the node at hand.
-    let mut chosen = vec![unreached; groups];
-    let mut largest = 0.0_f64;
-    for node in (0..end).rev() {
-        let mut least = (u64::MAX, u64::MAX, u32::MAX);
-        for to in node + 1..=end {
-            let len = at[to] - at[node];
-            if len > limits.max && to > node + 1 {
-                break;
-            }
-            let rest = limited[to];
-            let count = (rest.0 + u64::from(len.saturating_sub(limits.max)), rest.1 + u64::from(limits.min.saturating_sub(len)), rest.2);
-            match count.cmp(&least) {
-                Ordering::Greater => continue,
-                Ordering::Less => {
-                    least = count;
-                    chosen.fill(unreached);
-                }
-                Ordering::Equal => {}
-            }
-            let length = length(len);
-            let worth = if node > 0 { worth(node - 1, len) } else { 0.0 };
-            largest = largest.max(worth.abs() + length as f64 / 4_294_967_296.0);
-            for ((chosen, penalties), rest) in chosen.iter_mut().zip(penalties).zip(&best[to * groups..]) {
-                compare(chosen, rest, to as u32, length, worth, penalties, node > 0);
-            }
-        }
-        for (best, chosen) in best[node * groups..].iter_mut().zip(&mut chosen) {
-            if node > 0 {
-                chosen.cuts.iter_mut().for_each(|cuts| *cuts += 1);
-            }
-            *best = *chosen;
-        }
-        let fallback = node > 0 && edges[node - 1].utility.is_none();
-        limited[node] = (least.0, least.1, least.2 + u32::from(fallback));
-    }
-    let most = penalties.iter().flatten().fold(0.0_f64, |most, p| most.max(p.abs()));
-    if (largest + most) * (end + 1) as f64 > NARROW {
+    let length = |len: u32| narrow(limits.length_term(len));
+    let longest = limits.max.min(at[end]);
+    // Of lengths between two others the term is below the larger one's.
+    let is_small = |len: u32| limits.length_term(len) < LARGEST_TERM;
+    if !is_small(0) || !is_small(longest) || penalties.iter().flatten().any(|p| p.abs() >= LARGEST_TERM) {
         return None;
     }
-    let (over, under, fallback) = limited[0];
-    let cost = Cost { over, under, fallback, ..Cost::default() };
-    let lane = |i: usize| finish(cost, walk(end, |node| best[node * groups + i / L].next[i % L]));
-    Some((0..groups * L).map(lane).collect())
-}
-
-/// Takes a way to go on where it is better: of less cost, then of fewer cuts; of equals the first stays.
-#[inline(always)]
-fn compare<const L: usize>(chosen: &mut Lanes<L>, rest: &Lanes<L>, to: u32, length: i64, worth: f64, penalties: &[f64; L], is_cut: bool) {
-    for (lane, penalty) in penalties.iter().enumerate() {
-        let mut value = length.wrapping_add(rest.value[lane]);
-        if is_cut {
-            value = value.wrapping_sub(narrow(worth - penalty));
+    let lengths: Vec<i64> = (0..=longest).map(length).collect();
+    let of_length = |len: u32| counts(len.saturating_sub(limits.max), limits.min.saturating_sub(len), 0);
+    // What limits count from each node on, and the nearest node behind the one at hand of which they count anything.
+    let (mut limited, mut nearest) = (vec![0_u128; end + 1], end + 1);
+    let mut best = vec![vec![Lanes { value: [0; L], cuts: [0; L], next: [0; L] }; end + 1]; penalties.len()];
+    // Of each way from the node at hand: tokens, what they cost, what the cut is worth, and that less the penalties, in multiples of 2^-32.
+    let (mut lens, mut costs) = (Vec::with_capacity(WAYS), Vec::with_capacity(WAYS));
+    let (mut worths, mut earned) = (Vec::with_capacity(WAYS), Vec::with_capacity(WAYS));
+    let mut last = end;
+    for node in (0..end).rev() {
+        let here = at[node];
+        while last > node + 1 && at[last] - here > limits.max {
+            last -= 1;
         }
-        let better = value < chosen.value[lane] || (value == chosen.value[lane] && rest.cuts[lane] < chosen.cuts[lane]);
-        chosen.value[lane] = if better { value } else { chosen.value[lane] };
-        chosen.cuts[lane] = if better { rest.cuts[lane] } else { chosen.cuts[lane] };
-        chosen.next[lane] = if better { to } else { chosen.next[lane] };
+        let (mut first, mut least) = (node + 1, 0);
+        let farthest = at[last] - here;
+        let unlimited = nearest > last && (limits.min..=limits.max).contains(&farthest);
+        if unlimited {
+            first += at[first..].iter().take_while(|&&to| to - here < limits.min).count();
+        } else {
+            least = (first..=last).map(|to| limited[to] + of_length(at[to] - here)).min().unwrap_or_default();
+        }
+        lens.clear();
+        lens.extend(at[first..=last].iter().map(|to| to - here));
+        costs.clear();
+        if farthest > limits.max {
+            if !is_small(farthest) {
+                return None;
+            }
+            costs.push(length(farthest));
+        } else if unlimited {
+            costs.extend(lens.iter().map(|&len| lengths[len as usize]));
+        } else {
+            let cost = |(&len, &rest): (&u32, &u128)| lengths[len as usize] + if rest + of_length(len) == least { 0 } else { NEVER };
+            costs.extend(lens.iter().zip(&limited[first..]).map(cost));
+        }
+        worths.clear();
+        worths.resize(lens.len(), 0.0);
+        if node > 0 {
+            worth(node - 1, &lens, &mut worths);
+        }
+        let mut sound = worths.iter().fold(true, |sound, worth| sound & (worth.abs() < LARGEST_TERM));
+        for (best, penalties) in best.iter_mut().zip(penalties) {
+            let (before, behind) = best.split_at_mut(first);
+            earned.clear();
+            match node {
+                0 => earned.resize(costs.len(), [0; L]),
+                _ => earned.extend(worths.iter().map(|worth| penalties.map(|penalty| narrow(worth - penalty)))),
+            }
+            before[node] = best_way(first, behind, &costs, &earned);
+            before[node].cuts.iter_mut().for_each(|cuts| *cuts += u32::from(node > 0));
+            sound &= before[node].value.iter().all(|value| value.abs() < NEVER / 2);
+        }
+        if !sound {
+            return None;
+        }
+        limited[node] = least + counts(0, 0, u32::from(node > 0 && edges[node - 1].utility.is_none()));
+        nearest = if limited[node] > 0 { node } else { nearest };
     }
+    let (over, under, fallback) = ((limited[0] >> 96) as u64, (limited[0] >> 32) as u64, limited[0] as u32);
+    let cost = Cost { over, under, fallback, ..Cost::default() };
+    let lane = |i: usize| finish(cost, walk(end, |node| best[i / L][node].next[i % L]));
+    Some((0..penalties.len() * L).map(lane).collect())
 }
 
-/// [`fixed`] of a term that is not too large for it.
+/// The ways of least cost, then of fewest cuts, lane by lane; of equals the first. Way `w` goes to node `first + w`, whose best is `behind[w]`.
+#[inline(always)]
+fn best_way<const L: usize>(first: usize, behind: &[Lanes<L>], costs: &[i64], earned: &[[i64; L]]) -> Lanes<L> {
+    let mut chosen = Lanes { value: [i64::MAX; L], cuts: [u32::MAX; L], next: [0; L] };
+    for ((to, rest), (cost, earned)) in (first as u32..).zip(behind).zip(costs.iter().zip(earned)) {
+        for (lane, earned) in earned.iter().enumerate() {
+            let value = cost + rest.value[lane] - earned;
+            let better = value < chosen.value[lane] || (value == chosen.value[lane] && rest.cuts[lane] < chosen.cuts[lane]);
+            chosen.value[lane] = if better { value } else { chosen.value[lane] };
+            chosen.cuts[lane] = if better { rest.cuts[lane] } else { chosen.cuts[lane] };
+            chosen.next[lane] = if better { to } else { chosen.next[lane] };
+        }
+    }
+    chosen
+}
+
+/// [`fixed`] of a term below [`LARGEST_TERM`] in amount; some number of a larger one.
 #[inline(always)]
 fn narrow(term: f64) -> i64 {
+    // Floats around 1.5 * 2^52 are integers: adding it rounds to the nearest, and leaves the integer in the low bits. Rounding down is taking one off where
+    // that was upwards.
+    const SHIFT: f64 = 6_755_399_441_055_744.0;
     let scaled = term * 4_294_967_296.0 + 0.5;
-    // Rounding down is taking one off where the cast rounded up, which needs no instruction that old processors lack.
-    let cut = scaled as i64;
-    cut - i64::from(cut as f64 > scaled)
+    let shifted = scaled + SHIFT;
+    let nearest = (shifted.to_bits() as i64).wrapping_sub(SHIFT.to_bits() as i64);
+    nearest.wrapping_sub(i64::from(shifted - SHIFT > scaled))
 }
 
 /// Fixed-count segmentation: [`open_count`] with exactly `count` chunks and rho = 0 (paper equation 4).
@@ -480,6 +561,10 @@ mod tests {
 
     use super::*;
 
+    fn each(of: impl Fn(usize, u32) -> f64) -> impl Fn(usize, &[u32], &mut [f64]) {
+        move |edge, lens, out| out.iter_mut().zip(lens).for_each(|(out, &len)| *out = of(edge, len))
+    }
+
     /// Every choice of cuts that obeys the predecessor rule, scored term by term as the design states it.
     fn brute_force(
         edges: &[Cut],
@@ -550,7 +635,7 @@ mod tests {
             prop_assert_eq!(&found.cuts, &expected);
             // The wide program, and every lane of many penalties, find the same.
             let (at, costs) = (nodes(&edges, tokens), Costs::new(limits, tokens));
-            prop_assert_eq!(&open_wide(&edges, &at, &costs, penalty, &|i, _| edges[i].utility.unwrap_or(0.0)), &found);
+            prop_assert_eq!(&open_wide(&edges, &at, &costs, penalty, &each(|i, _| edges[i].utility.unwrap_or(0.0))), &found);
             let many: Vec<f64> = (0..11).map(|i| penalty + f64::from(i - 5) / 8.0).collect();
             let all = open_counts(&edges, tokens, &limits, &many);
             prop_assert_eq!(&all[5], &found);
@@ -572,12 +657,12 @@ mod tests {
                 move |i: usize, len: u32| if edges[i].utility.is_some() { penalty - damage(i, len) } else { 0.0 }
             };
             let expected = brute_force(&edges, tokens, &limits, None, gain(penalty)).unwrap();
-            prop_assert_eq!(&open_damage(&edges, tokens, &limits, penalty, damage).cuts, &expected);
-            let all = open_damages(&edges, tokens, &limits, &[penalty + 1.0, penalty, penalty / 2.0], damage);
+            prop_assert_eq!(&open_damage(&edges, tokens, &limits, penalty, each(damage)).cuts, &expected);
+            let all = open_damages(&edges, tokens, &limits, &[penalty + 1.0, penalty, penalty / 2.0], each(damage));
             prop_assert_eq!(&all[1].cuts, &expected);
-            prop_assert_eq!(&all[0], &open_damage(&edges, tokens, &limits, penalty + 1.0, damage));
+            prop_assert_eq!(&all[0], &open_damage(&edges, tokens, &limits, penalty + 1.0, each(damage)));
             let expected = brute_force(&edges, tokens, &limits, Some(count as usize), gain(0.0));
-            prop_assert_eq!(fixed_damage(&edges, tokens, &limits, count, damage).ok().map(|s| s.cuts), expected);
+            prop_assert_eq!(fixed_damage(&edges, tokens, &limits, count, each(damage)).ok().map(|s| s.cuts), expected);
         }
 
         #[test]
@@ -617,8 +702,8 @@ mod tests {
         let limits = Limits { target: 10, min: 0, max: 100, length_weight: 0.0 };
         let edges: Vec<Cut> = [5, 10, 15].map(|token| Cut { token, utility: Some(0.5) }).to_vec();
         let damage = |i: usize, _| if i == 1 { -4e9 } else { 4e9 };
-        assert_eq!(open_damage(&edges, 20, &limits, 1.0, damage).cuts, [1]);
-        assert_eq!(open_damages(&edges, 20, &limits, &[1.0, 9e9], damage)[1].cuts, [0, 1, 2]);
+        assert_eq!(open_damage(&edges, 20, &limits, 1.0, each(damage)).cuts, [1]);
+        assert_eq!(open_damages(&edges, 20, &limits, &[1.0, 9e9], each(damage))[1].cuts, [0, 1, 2]);
     }
 
     #[test]

@@ -167,7 +167,7 @@ fn a_plan_says_what_a_run_would_do_and_writes_nothing() {
     assert_eq!(plan(&["--prune"])["parts_removed"].as_array().unwrap().len(), 1);
     place.tool(&["plan", "p.toml", "--set", "score.window=48", "--set", "cache.on_miss=error"]).fails(1, "forbids inference");
     let text = String::from_utf8(place.tool(&["plan", "p.toml"]).ok().stdout).unwrap();
-    assert!(text.contains("1 of 1 files to keep, 0 to make"), "{text}");
+    assert!(text.contains("files      1\nparts      1 to keep, 0 to make"), "{text}");
 }
 
 #[test]
