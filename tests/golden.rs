@@ -7,15 +7,16 @@ mod common;
 
 use std::path::{Path, PathBuf};
 
-use right_reset::model::ops::{Device, HeadScratch};
+use right_reset::model::ops::{Device, HeadScratch, Precision};
 use right_reset::model::{self, Batch, Encoder, EncoderScratch, Load, Scratch, Tap, Trunk};
 use right_reset::score::{
-    Document, Engine, EngineOptions, Knots, Positions, Prefix, Readout, Readouts, ScoreSpec, Stage, kept_positions, reach, score_at,
+    Document, EdgeCurves, Engine, EngineOptions, Knots, Positions, Prefix, Readout, Readouts, ScoreSpec, Stage, kept_positions, reach,
+    score_at,
 };
 use safetensors::SafeTensors;
 use serde_json::Value;
 
-const ALL: Load = Load { depth: usize::MAX, extra: 64, head: true, device: Device::Cpu };
+const ALL: Load = Load { depth: usize::MAX, extra: 64, head: true, device: Device::Cpu, precision: Precision::F32 };
 
 fn spec(readouts: Readouts, window: u32, positions: Positions) -> ScoreSpec {
     ScoreSpec { stages: Vec::new(), window, skip: 1, readouts, positions, prefix: Prefix::Tokens(vec![]), bos: None, context: 8192 }
@@ -159,10 +160,19 @@ fn every_state_and_score_of_the_architecture_checkpoints() {
     assert!(tried > 0, "{} holds no checkpoint folders", folder.display());
 }
 
+fn correlation(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let mean = |v: &[f64]| v.iter().sum::<f64>() / v.len() as f64;
+    let (ma, mb) = (mean(a), mean(b));
+    let product = |x: &[f64], mx: f64, y: &[f64], my: f64| x.iter().zip(y).map(|(x, y)| (x - mx) * (y - my)).sum::<f64>();
+    product(a, ma, b, mb) / (product(a, ma, a, ma) * product(b, mb, b, mb)).sqrt()
+}
+
 #[test]
 fn tokens_and_scores_of_real_text_with_real_weights() {
     let path = common::model();
     let trunk = model::load_trunk(&path, ALL).unwrap();
+    let rounded = model::load_trunk(&path, Load { precision: Precision::Bf16, ..ALL }).unwrap();
     let tokenizer = model::load_tokenizer(&path).unwrap();
     for text in ["bees", "savings", "scripts"] {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/golden/smollm2/{text}.json"));
@@ -208,6 +218,19 @@ fn tokens_and_scores_of_real_text_with_real_weights() {
             }
         }
         assert!(worst < 2e-4, "{text}: RR is off by {worst:.2e}");
+
+        // Rounded products: nearly the same order of edges.
+        let engine = Engine::new(rounded.clone(), spec(readouts, 24, Positions::Original), options(2, 2048)).unwrap();
+        let again = engine.score_blocking(Document { ids: ids.clone(), edges: places.clone() }).unwrap();
+        for readout in [Readout::Rr, Readout::Lr] {
+            let scores = |curves: &[EdgeCurves]| -> Vec<f64> {
+                let own = curves.iter().zip(&places).map(|(c, &b)| (c, 24.min(ids.len() as u32 - b)));
+                own.map(|(c, m)| f64::from(score_at(readout, c.get(readout), m, 1, 24))).filter(|s| !s.is_nan()).collect()
+            };
+            let found = correlation(&scores(&curves), &scores(&again));
+            assert!(found > 0.9995 && found < 1.0 - 1e-9, "{text}: {} in bf16 correlates {found}", readout.as_str());
+            println!("{text}: {} in bf16 correlates {found:.6}", readout.as_str());
+        }
         println!("{text}: {} edges, RR off by at most {worst:.2e}, LR and KL by {worst_head:.2e} nats", edges.len());
 
         // Damages over longer stretches, without a prefix and with the token that parted documents in training.

@@ -182,6 +182,8 @@ pub struct Load {
     pub head: bool,
     /// Where products run.
     pub device: ops::Device,
+    /// What they are computed with.
+    pub precision: ops::Precision,
 }
 
 /// A causal language model: tokens in, hidden states out, and a head that makes logits of them. Holds no state between calls.
@@ -344,7 +346,7 @@ mod tests {
     fn every_architecture_runs_on_a_device_as_it_does_here_and_its_rows_depend_on_nothing_beside_them() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/arch");
         for name in ["llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma4", "qwen3_5"] {
-            let load = Load { depth: usize::MAX, extra: 0, head: true, device: ops::Device::Cpu };
+            let load = Load { depth: usize::MAX, extra: 0, head: true, device: ops::Device::Cpu, precision: ops::Precision::F32 };
             let here = load_trunk(&folder.join(name), load).unwrap();
             let there = registry::load_trunk_on(&folder.join(name), load, Some(candle_core::Device::Cpu)).unwrap();
             let mut batch = Batch::default();

@@ -256,7 +256,7 @@ pub(super) fn load_trunk_on(path: &Path, load: Load, device: Option<candle_core:
         };
         Weights::open_gguf(path, interleaved)?
     };
-    placed(device, || config.load(&mut weights, load))
+    placed(device, load.precision, || config.load(&mut weights, load))
 }
 
 /// Loads the tokenizer that belongs to a model.

@@ -10,13 +10,13 @@ use futures::stream::{self, StreamExt};
 use tokio::sync::{OnceCell, OwnedSemaphorePermit, Semaphore};
 
 use super::RunError;
-use super::spec::{CacheMode, Layer, OnMiss, Pipeline, PositionsWord, ReadoutWord, SpecError};
+use super::spec::{CacheMode, Layer, OnMiss, Pipeline, PositionsWord, Precision as PrecisionWord, ReadoutWord, SpecError};
 use super::utility::{ReadoutCurves, Recipe};
 use crate::cache::{
     Namespace, NamespaceId, NoStore, Records, ScoreStore, SledStore, decode_curves, decode_edges, encode_curves, encode_edges,
 };
 use crate::io::{SourceBatch, TextCell};
-use crate::model::ops::Device;
+use crate::model::ops::{Device, Precision};
 use crate::model::{self, Encoder, EncoderIdentity, Identity, Load, ModelError, ModelPath, Tap};
 use crate::score::{
     Curves, Document, EMBED_TOKENS, EmbeddingBoundary, Engine, EngineOptions, EngineStats, KERNEL_REVISION, Knots, Positions, Prefix,
@@ -151,6 +151,7 @@ struct ScoreSettings {
     bos: Option<u32>,
     context: u32,
     device: Device,
+    precision: Precision,
 }
 
 impl ScoreSettings {
@@ -363,13 +364,13 @@ impl Scorer {
             let spec = self.score_spec(&tokenizer)?;
             self.counters.model_loaded.store(true, Ordering::Relaxed);
             tracing::info!(event = "model_loading", model = self.model.name, "loading the model");
-            let (path, options, device) = (self.model.path.clone(), self.options, self.settings.device);
+            let (path, options, device, precision) = (self.model.path.clone(), self.options, self.settings.device, self.settings.precision);
             let engine = blocking(move || {
                 let extra = match &spec.prefix {
                     Prefix::Tokens(tokens) => tokens.len(),
                     Prefix::Local(p) => *p as usize,
                 };
-                let load = Load { depth: spec.readouts.depth(), extra, head: spec.readouts.need_head(), device };
+                let load = Load { depth: spec.readouts.depth(), extra, head: spec.readouts.need_head(), device, precision };
                 let trunk = model::load_trunk(&path, load)?;
                 let (tokens, rows) = (tokenizer.vocab_size(), trunk.shape().vocab);
                 if tokens > rows {
@@ -774,6 +775,14 @@ fn resolve_settings(pipeline: &Pipeline, identity: &Identity, model: &ModelPath)
         }
     };
     let has = |readout: Readout| score.readouts.iter().any(|r| r.readout() == readout);
+    let device: Device = pipeline.model.device.parse().map_err(|reason: String| value("model.device", reason))?;
+    let precision = match pipeline.model.precision {
+        PrecisionWord::Auto | PrecisionWord::F32 => Precision::F32,
+        PrecisionWord::Bf16 if device != Device::Cpu => {
+            return Err(value("model.precision", "\"bf16\" is for the processor; accelerators multiply in f32"));
+        }
+        PrecisionWord::Bf16 => Precision::Bf16,
+    };
     let settings = ScoreSettings {
         stages: score.early_stages(),
         window: score.window(),
@@ -786,7 +795,8 @@ fn resolve_settings(pipeline: &Pipeline, identity: &Identity, model: &ModelPath)
         prefix,
         bos: if pipeline.model.bos { Some(bos()?) } else { None },
         context: score.context.min(u32::try_from(identity.context()).unwrap_or(u32::MAX)),
-        device: pipeline.model.device.parse().map_err(|reason: String| value("model.device", reason))?,
+        device,
+        precision,
     };
     // What does not depend on the tokenizer is checked before any document is read.
     let prefix = match settings.prefix {
@@ -853,7 +863,7 @@ fn score_fields(identity: &Identity, policy: EdgePolicy, s: &ScoreSettings, read
         ),
         ("context", s.context.to_string()),
         ("bos", s.bos.map_or("none".into(), |id| id.to_string())),
-        ("precision", "f32".into()),
+        ("precision", s.precision.as_str().into()),
         ("device", s.device.class().into()),
         ("kernel_revision", KERNEL_REVISION.to_string()),
     ]);

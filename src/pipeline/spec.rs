@@ -236,6 +236,8 @@ pub enum Precision {
     Auto,
     /// 32-bit floats, the reference.
     F32,
+    /// Weights and inputs of products rounded to 16 bits (bf16), sums in f32.
+    Bf16,
 }
 
 /// The `[score]` table.

@@ -81,9 +81,15 @@ fn promise_1_chunks_concatenate_to_the_document() {
 
 #[test]
 fn promise_2_a_window_has_the_same_bits_alone_or_in_any_batch() {
+    for precision in [model::ops::Precision::F32, model::ops::Precision::Bf16] {
+        same_bits(precision);
+    }
+}
+
+fn same_bits(precision: model::ops::Precision) {
     let path = root().join("tests/tiny");
-    let trunk =
-        model::load_trunk(&path, model::Load { depth: usize::MAX, extra: 64, head: true, device: model::ops::Device::Cpu }).unwrap();
+    let load = model::Load { depth: usize::MAX, extra: 64, head: true, device: model::ops::Device::Cpu, precision };
+    let trunk = model::load_trunk(&path, load).unwrap();
     let tokenizer = model::load_tokenizer(&path).unwrap();
     let documents: Vec<Document> = prose(12, 40)
         .iter()
@@ -191,6 +197,7 @@ fn promise_3_what_changes_a_score_changes_the_key_and_segmentation_does_not() {
         "score.reset_prefix=local:2",
         "score.context=256",
         "model.bos=true",
+        "model.precision=bf16",
         "edges.grid=4",
         "edges.sentence_ends=false",
     ] {

@@ -1,4 +1,4 @@
-//! f32 products on the tile unit of newer x86 processors (AMX), which multiplies bf16 numbers only.
+//! Products on the tile unit of newer x86 processors (AMX), which multiplies bf16 numbers only: of bf16 numbers as they are, and of f32 numbers in parts.
 //!
 //! A float is the sum of three bf16 numbers, 8 bits of its mantissa each: x = x1 + x2 + x3 exactly. Of the nine partial products of two
 //! floats the six largest are computed, exactly, and added up in f32; the three left out are below 2^-24 of the product. So the result
@@ -26,6 +26,15 @@ const SLICE: usize = 24;
 const ROW_TILES: usize = 1536;
 /// bf16 parts of a float.
 const PARTS: usize = 3;
+
+/// What is multiplied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Operands {
+    /// Floats: all their parts.
+    F32,
+    /// Floats rounded to bf16: the first part alone.
+    Bf16,
+}
 
 /// Whether this process may use the tile unit. Asks the system for leave the first time.
 pub(super) fn available() -> bool {
@@ -65,15 +74,18 @@ pub(super) struct Weights {
     n: usize,
     /// Parts that are not all zero: 1 for a checkpoint in bf16, 2 for most quantised ones.
     parts: usize,
+    /// Parts of the rows that are multiplied by them.
+    row_parts: usize,
 }
 
 impl Weights {
     /// Packs rows of `k` weights, `n` of them.
-    pub(super) fn pack<'a>(k: usize, n: usize, rows: impl Iterator<Item = &'a [f32]> + Clone) -> Self {
+    pub(super) fn pack<'a>(operands: Operands, k: usize, n: usize, rows: impl Iterator<Item = &'a [f32]> + Clone) -> Self {
         let mut split = vec![0_u16; k * PARTS];
+        let row_parts = if operands == Operands::F32 { PARTS } else { 1 };
         let mut parts = 1;
         for row in rows.clone().filter(|row| !row.is_empty()) {
-            if parts == PARTS {
+            if parts == row_parts {
                 break;
             }
             split_parts(Isa::best(), row, &mut split);
@@ -97,16 +109,16 @@ impl Weights {
                 }
             }
         }
-        Self { tiles, k, n, parts }
+        Self { tiles, k, n, parts, row_parts }
     }
 
     /// Packs two layers over one input for [`gated`]: blocks of 16 columns of the one and of the other take turns, up to whole tiles.
-    pub(super) fn pack_gated(k: usize, gate: &[f32], up: &[f32]) -> Self {
+    pub(super) fn pack_gated(operands: Operands, k: usize, gate: &[f32], up: &[f32]) -> Self {
         let width = (gate.len() / k).next_multiple_of(DEPTH);
         let columns = (0..width).step_by(SIDE).flat_map(|first| [gate, up].map(|layer| (layer, first)));
         let rows =
             columns.flat_map(|(layer, first)| (first..first + SIDE).map(move |row| layer.get(row * k..(row + 1) * k).unwrap_or_default()));
-        Self::pack(k, 2 * width, rows)
+        Self::pack(operands, k, 2 * width, rows)
     }
 }
 
@@ -121,9 +133,9 @@ pub(super) struct Scratch {
 #[repr(C, align(64))]
 struct Sums([[[f32; SIDE]; SIDE]; 4]);
 
-/// Splits rows into tiles: for each block of 16 rows and each step of k, the three parts.
+/// Splits rows into tiles: for each block of 16 rows and each step of k, the parts.
 #[target_feature(enable = "avx512f,avx512bw")]
-fn pack_rows(x: Rows<'_>, tiles: &mut Block<TileData>) {
+fn pack_rows(x: Rows<'_>, parts: usize, tiles: &mut Block<TileData>) {
     use std::arch::x86_64::*;
     // The upper halves of floats: odd words of two registers.
     let mut odd = [0_u16; 32];
@@ -133,9 +145,9 @@ fn pack_rows(x: Rows<'_>, tiles: &mut Block<TileData>) {
     // SAFETY: `odd` is 64 bytes.
     let odd = unsafe { _mm512_loadu_si512(odd.as_ptr().cast()) };
     let steps = x.width.div_ceil(DEPTH);
-    tiles.reserve(x.rows.div_ceil(SIDE) * steps * PARTS, ZERO);
-    for (block, tiles) in tiles.chunks_exact_mut(steps * PARTS).take(x.rows.div_ceil(SIDE)).enumerate() {
-        for (step, tiles) in tiles.as_chunks_mut::<PARTS>().0.iter_mut().enumerate() {
+    tiles.reserve(x.rows.div_ceil(SIDE) * steps * parts, ZERO);
+    for (block, tiles) in tiles.chunks_exact_mut(steps * parts).take(x.rows.div_ceil(SIDE)).enumerate() {
+        for (step, tiles) in tiles.chunks_exact_mut(parts).enumerate() {
             let at = step * DEPTH;
             let mask = ((1_u64 << (x.width - at).min(DEPTH)) - 1) as u32;
             for r in 0..SIDE {
@@ -200,8 +212,8 @@ fn with_tiles(work: impl FnOnce()) {
 }
 
 /// Rows whose tiles, `steps` for each part of a block, fit the second-level cache.
-fn rows_at_once(steps: usize) -> usize {
-    (ROW_TILES / (2 * steps * PARTS)).max(1) * 2 * SIDE
+fn rows_at_once(steps: usize, parts: usize) -> usize {
+    (ROW_TILES / (2 * steps * parts)).max(1) * 2 * SIDE
 }
 
 /// `out = x * weights` (or `out += ...`). Must only be called where [`available`].
@@ -216,12 +228,12 @@ pub(super) fn product(x: Rows<'_>, weights: &Weights, scratch: &mut Scratch, out
             let steps = slice..all.min(slice + SLICE);
             let width = (x.width - slice * DEPTH).min(SLICE * DEPTH);
             let store = if slice == 0 { store } else { Store::Add };
-            let group = rows_at_once(steps.len());
+            let group = rows_at_once(steps.len(), weights.row_parts);
             for first in (0..x.rows).step_by(group) {
                 let x = Rows { data: &x.data[first * x.stride + slice * DEPTH..], rows: group.min(x.rows - first), width, ..x };
                 let out = &mut out[first * n..];
                 // SAFETY: where tiles are used, the processor has these instructions (`available`).
-                unsafe { pack_rows(x, &mut scratch.rows) };
+                unsafe { pack_rows(x, weights.row_parts, &mut scratch.rows) };
                 multiply_into(&scratch.rows, x.rows, weights, steps.clone(), out, store);
             }
         }
@@ -242,20 +254,20 @@ pub(super) fn gated(
     out: &mut [f32],
 ) {
     let n = down.n;
-    let (inputs, all) = (x.width.div_ceil(DEPTH), down.k.div_ceil(DEPTH));
+    let (inputs, all, parts) = (x.width.div_ceil(DEPTH), down.k.div_ceil(DEPTH), down.row_parts);
     assert!(x.width == gate_up.k && gate_up.n == 2 * all * DEPTH && out.len() >= x.rows * n, "shapes of the layer do not fit");
     assert!(bias.is_none_or(|bias| bias.len() == 2 * down.k), "bias of another size");
-    let group = rows_at_once(inputs + all.min(SLICE));
+    let group = rows_at_once(inputs + all.min(SLICE), parts);
     with_tiles(|| {
         for first in (0..x.rows).step_by(group) {
             let x = Rows { data: &x.data[first * x.stride..], rows: group.min(x.rows - first), ..x };
             let out = &mut out[first * n..];
             // SAFETY: where tiles are used, the processor has these instructions (`available`).
-            unsafe { pack_rows(x, &mut scratch.rows) };
+            unsafe { pack_rows(x, parts, &mut scratch.rows) };
             for slice in (0..all).step_by(SLICE) {
                 let steps = slice..all.min(slice + SLICE);
                 let inner = &mut scratch.inner;
-                inner.reserve(x.rows.div_ceil(SIDE) * steps.len() * PARTS, ZERO);
+                inner.reserve(x.rows.div_ceil(SIDE) * steps.len() * parts, ZERO);
                 multiply(&scratch.rows, x.rows, gate_up, 0..inputs, 2 * steps.start..2 * steps.end, &mut |sums, row, pair| {
                     let bias = bias.map(|bias| bias.split_at(down.k)).map(|(gate, up)| {
                         let columns = (pair * SIDE).min(down.k)..((pair + 1) * SIDE).min(down.k);
@@ -263,7 +275,7 @@ pub(super) fn gated(
                     });
                     for (half, sums) in sums.0.as_chunks::<2>().0.iter().enumerate().take((x.rows - row).div_ceil(SIDE)) {
                         let step = (row / SIDE + half) * steps.len() + pair / 2 - steps.start;
-                        let tiles = &mut inner[step * PARTS..(step + 1) * PARTS];
+                        let tiles = &mut inner[step * parts..(step + 1) * parts];
                         // SAFETY: as above.
                         unsafe { store_gated(sums, activation, bias, tiles, pair % 2 * SIDE) };
                     }
@@ -293,14 +305,16 @@ fn multiply(
     pairs: Range<usize>,
     done: &mut dyn FnMut(&Sums, usize, usize),
 ) {
-    match weights.parts {
-        1 => multiply_parts::<1>(x, rows, weights, steps, pairs, done),
-        2 => multiply_parts::<2>(x, rows, weights, steps, pairs, done),
-        _ => multiply_parts::<3>(x, rows, weights, steps, pairs, done),
+    match (weights.row_parts, weights.parts) {
+        (1, _) => multiply_parts::<1, 1>(x, rows, weights, steps, pairs, done),
+        (_, 1) => multiply_parts::<PARTS, 1>(x, rows, weights, steps, pairs, done),
+        (_, 2) => multiply_parts::<PARTS, 2>(x, rows, weights, steps, pairs, done),
+        _ => multiply_parts::<PARTS, PARTS>(x, rows, weights, steps, pairs, done),
     }
 }
 
-fn multiply_parts<const W: usize>(
+/// With X parts of rows and W of weights: one of each, or all three of rows.
+fn multiply_parts<const X: usize, const W: usize>(
     x: &[TileData],
     rows: usize,
     weights: &Weights,
@@ -319,8 +333,8 @@ fn multiply_parts<const W: usize>(
         for first in (0..blocks).step_by(2) {
             // Where there is no second block, the first is multiplied twice.
             let second = (first + 1).min(blocks - 1);
-            let tiles = |block: usize| &x[block * depth * PARTS..(block + 1) * depth * PARTS];
-            multiply_blocks::<W>(tiles(first), tiles(second), of_pair(pair), ahead.next().unwrap_or_default(), &mut sums);
+            let tiles = |block: usize| &x[block * depth * X..(block + 1) * depth * X];
+            multiply_blocks::<X, W>(tiles(first), tiles(second), of_pair(pair), ahead.next().unwrap_or_default(), &mut sums);
             done(&sums, first * SIDE, pair);
         }
     }
@@ -375,16 +389,16 @@ fn store_sums(sums: &Sums, rows: usize, columns: usize, out: &mut [f32], stride:
 }
 
 /// Multiplies two blocks of rows by two blocks of columns over all steps of k given. Meanwhile fetches the tiles `ahead` into the second-level cache.
-fn multiply_blocks<const W: usize>(a0: &[TileData], a1: &[TileData], b: &[TileData], ahead: &[TileData], sums: &mut Sums) {
-    assert!(a0.len() == a1.len() && a0.len().is_multiple_of(PARTS) && b.len() == a0.len() / PARTS * 2 * W, "tiles do not fit");
+fn multiply_blocks<const X: usize, const W: usize>(a0: &[TileData], a1: &[TileData], b: &[TileData], ahead: &[TileData], sums: &mut Sums) {
+    assert!(a0.len() == a1.len() && a0.len().is_multiple_of(X) && b.len() == a0.len() / X * 2 * W, "tiles do not fit");
     let mut lines = ahead.iter().flat_map(|t| t.0.as_chunks::<DEPTH>().0);
-    let each = (ahead.len() * SIDE).div_ceil(a0.len() / PARTS);
+    let each = (ahead.len() * SIDE).div_ceil(a0.len() / X);
     let sums = (&raw mut *sums).cast::<f32>();
     // SAFETY: tile registers are configured, `with_tiles`; every load of a product reads whole tiles of the slices (part p of
     // a step is tile p of `a`, tiles 2p and 2p + 1 of `b`); the sums are four tiles.
     unsafe {
         asm!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", options(nostack, nomem));
-        for ((a0, a1), b) in a0.chunks_exact(PARTS).zip(a1.chunks_exact(PARTS)).zip(b.chunks_exact(2 * W)) {
+        for ((a0, a1), b) in a0.chunks_exact(X).zip(a1.chunks_exact(X)).zip(b.chunks_exact(2 * W)) {
             for line in lines.by_ref().take(each) {
                 _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast());
             }
@@ -404,6 +418,15 @@ fn multiply_blocks<const W: usize>(a0: &[TileData], a1: &[TileData], b: &[TileDa
                         options(nostack, readonly),
                     )
                 };
+            }
+            if X == 1 {
+                tiles!(
+                    "tileloadd tmm6, [{b} + {s}*1]",
+                    "tileloadd tmm7, [{b} + {s}*1 + 1024]",
+                    "tileloaddt1 tmm4, [{a0} + {s}*1]",
+                    "tileloaddt1 tmm5, [{a1} + {s}*1]"
+                );
+                continue;
             }
             // Partial products 11, 12, 22, 21, 31, 13.
             tiles!(
@@ -456,24 +479,27 @@ mod tests {
                 return Ok(());
             }
             let (x, w) = (super::super::kernels::floats(m * k, seed), super::super::kernels::floats(n * k, seed + 1));
-            let weights = Weights::pack(k, n, w.chunks_exact(k));
-            let rows = Rows { data: &x, rows: m, width: k, stride: k };
-            let mut scratch = Scratch::default();
-            let mut out = vec![1.0_f32; m * n];
-            product(rows, &weights, &mut scratch, &mut out, Store::Add);
-            for r in 0..m {
-                for c in 0..n {
-                    let term = |i: usize| f64::from(x[r * k + i]) * f64::from(w[c * k + i]);
-                    let exact: f64 = (0..k).map(term).sum();
-                    // Six partial products a term, each rounded once.
-                    let size: f64 = (0..k).map(|i| term(i).abs()).sum::<f64>() + 1.0;
-                    prop_assert!((f64::from(out[r * n + c]) - 1.0 - exact).abs() < 2e-7 * size * ((6 * k) as f64).sqrt());
+            for operands in [Operands::F32, Operands::Bf16] {
+                let weights = Weights::pack(operands, k, n, w.chunks_exact(k));
+                let rows = Rows { data: &x, rows: m, width: k, stride: k };
+                let mut scratch = Scratch::default();
+                let mut out = vec![1.0_f32; m * n];
+                product(rows, &weights, &mut scratch, &mut out, Store::Add);
+                let value = |v: f32| f64::from(if operands == Operands::Bf16 { half::bf16::from_f32(v).to_f32() } else { v });
+                for r in 0..m {
+                    for c in 0..n {
+                        let term = |i: usize| value(x[r * k + i]) * value(w[c * k + i]);
+                        let exact: f64 = (0..k).map(term).sum();
+                        // Six partial products a term, each rounded once.
+                        let size: f64 = (0..k).map(|i| term(i).abs()).sum::<f64>() + 1.0;
+                        prop_assert!((f64::from(out[r * n + c]) - 1.0 - exact).abs() < 2e-7 * size * ((6 * k) as f64).sqrt());
+                    }
                 }
+                // A row alone has the bits it has among others.
+                let mut alone = vec![1.0_f32; n];
+                product(Rows { data: &x[(m - 1) * k..], rows: 1, ..rows }, &weights, &mut scratch, &mut alone, Store::Add);
+                prop_assert_eq!(&alone[..], &out[(m - 1) * n..]);
             }
-            // A row alone has the bits it has among others.
-            let mut alone = vec![1.0_f32; n];
-            product(Rows { data: &x[(m - 1) * k..], rows: 1, ..rows }, &weights, &mut scratch, &mut alone, Store::Add);
-            prop_assert_eq!(&alone[..], &out[(m - 1) * n..]);
         }
     }
 }

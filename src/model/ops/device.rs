@@ -67,13 +67,34 @@ pub(super) fn failed(error: candle_core::Error) -> ModelError {
     ModelError::Device(error.to_string())
 }
 
-thread_local! {
-    static PLACE: RefCell<Option<candle_core::Device>> = const { RefCell::new(None) };
+/// What products are computed with. Sums, norms, attention and everything between layers are 32-bit floats.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Precision {
+    /// 32-bit floats.
+    #[default]
+    F32,
+    /// Weights and inputs of linear layers rounded to bf16, the upper half of a float.
+    Bf16,
 }
 
-/// Runs `load`, whose layers then lie on `device`; `None` is the processor.
-pub(in crate::model) fn placed<T>(device: Option<candle_core::Device>, load: impl FnOnce() -> T) -> T {
-    let before = PLACE.replace(device);
+impl Precision {
+    /// Its name, which is part of the score key.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+        }
+    }
+}
+
+thread_local! {
+    static PLACE: RefCell<(Option<candle_core::Device>, Precision)> = const { RefCell::new((None, Precision::F32)) };
+}
+
+/// Runs `load`, whose layers then lie on `device` (`None` is the processor) and multiply in a precision.
+pub(in crate::model) fn placed<T>(device: Option<candle_core::Device>, precision: Precision, load: impl FnOnce() -> T) -> T {
+    let before = PLACE.replace((device, precision));
     let out = load();
     PLACE.set(before);
     out
@@ -81,7 +102,12 @@ pub(in crate::model) fn placed<T>(device: Option<candle_core::Device>, load: imp
 
 /// Where layers that are packed now shall lie, if not here.
 pub(super) fn place() -> Option<candle_core::Device> {
-    PLACE.with_borrow(Clone::clone)
+    PLACE.with_borrow(|place| place.0.clone())
+}
+
+/// What layers that are packed now shall multiply in.
+pub(super) fn precision() -> Precision {
+    PLACE.with_borrow(|place| place.1)
 }
 
 /// Weights on an accelerator, `inputs x outputs`.

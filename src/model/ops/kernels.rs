@@ -397,6 +397,24 @@ dispatched! {
 }
 
 dispatched! {
+    /// Adds to the sums of a panel's 48 columns the products of row `row` of `x` (of which `rows` lie pair by pair) with it: pairs of bf16 numbers.
+    fn dot_pairs(x: &[u32], rows: usize, row: usize, panel: &[u32], sums: &mut [f32; PANEL]) = dot_pairs_body
+}
+
+#[inline(always)]
+fn dot_pairs_body<const F: bool>(x: &[u32], rows: usize, row: usize, panel: &[u32], sums: &mut [f32; PANEL]) {
+    let (low, high) = (|v: u32| f32::from_bits(v << 16), |v: u32| f32::from_bits(v & 0xffff_0000));
+    let mut acc = *sums;
+    for (x, panel) in x.iter().skip(row).step_by(rows).zip(panel.as_chunks::<PANEL>().0) {
+        for (acc, w) in acc.iter_mut().zip(panel) {
+            *acc = fma::<F>(low(*x), low(*w), *acc);
+            *acc = fma::<F>(high(*x), high(*w), *acc);
+        }
+    }
+    *sums = acc;
+}
+
+dispatched! {
     /// Splits floats into three bf16 parts each, rounded to nearest, that add up to it: all first parts, then all second, then all third.
     fn split_parts(x: &[f32], parts: &mut [u16]) = split_parts_body
 }

@@ -5,6 +5,7 @@
 #[cfg(target_arch = "x86_64")]
 mod amx;
 mod attention;
+mod bf16;
 mod delta;
 mod device;
 mod head;
@@ -15,8 +16,8 @@ use std::cell::RefCell;
 
 pub use attention::{AttentionScratch, AttentionShape, attention};
 pub use delta::{DeltaScratch, DeltaShape, ShortConvolution, gated_delta};
-pub use device::Device;
 pub(super) use device::placed;
+pub use device::{Device, Precision};
 pub use head::{Head, HeadScratch};
 pub use kernels::Activation;
 
@@ -64,6 +65,7 @@ enum Packed {
     Panels(Block<f32>),
     #[cfg(target_arch = "x86_64")]
     Tiles(amx::Weights),
+    Bf16(bf16::Weights),
     Device(device::Weights),
 }
 
@@ -71,6 +73,7 @@ enum Packed {
 #[derive(Default)]
 struct ProductScratch {
     packed: Block<f32>,
+    pairs: Block<u32>,
     #[cfg(target_arch = "x86_64")]
     tiles: amx::Scratch,
 }
@@ -99,7 +102,11 @@ impl Linear {
         let rows = || blocks.iter().flat_map(|b| b.chunks_exact(inputs));
         #[cfg(target_arch = "x86_64")]
         if amx::available() {
-            let weights = Packed::Tiles(amx::Weights::pack(inputs, outputs, rows()));
+            let weights = Packed::Tiles(amx::Weights::pack(operands(), inputs, outputs, rows()));
+            return Ok(Self { inputs, outputs, weights, bias });
+        }
+        if device::precision() == Precision::Bf16 {
+            let weights = Packed::Bf16(bf16::Weights::pack(inputs, outputs, rows()));
             return Ok(Self { inputs, outputs, weights, bias });
         }
         Ok(Self { inputs, outputs, weights: Self::panels(inputs, outputs, rows()), bias })
@@ -143,6 +150,7 @@ impl Linear {
                 let input = Input::Packed { data: &scratch.packed, rows, width };
                 kernels::product(Isa::best(), input, panels, self.outputs, out, self.outputs, store);
             }
+            Packed::Bf16(weights) => bf16::product(bf16::Way::best(), x, weights, &mut scratch.pairs, out, store),
             // Taken above.
             Packed::Device(_) => {}
         });
@@ -158,6 +166,15 @@ impl Linear {
                 }
             }
         }
+    }
+}
+
+/// What the tile unit multiplies in layers that are packed now.
+#[cfg(target_arch = "x86_64")]
+fn operands() -> amx::Operands {
+    match device::precision() {
+        Precision::F32 => amx::Operands::F32,
+        Precision::Bf16 => amx::Operands::Bf16,
     }
 }
 
@@ -195,7 +212,7 @@ impl GatedFeedForward {
         #[cfg(target_arch = "x86_64")]
         if amx::available() && device::place().is_none() {
             let [gate, up] = &gate_up;
-            let weights = Packed::Tiles(amx::Weights::pack_gated(inputs, gate, up));
+            let weights = Packed::Tiles(amx::Weights::pack_gated(operands(), inputs, gate, up));
             return Ok(Self { inputs, activation, gate_up: Linear { inputs, outputs: 2 * width, weights, bias: gate_up_bias }, down });
         }
         Ok(Self { inputs, activation, gate_up: Linear::pack(inputs, &gate_up, gate_up_bias)?, down })
@@ -524,11 +541,15 @@ mod tests {
                 let gate_up = panels(inputs, &[gate.clone(), up.clone()].concat(), &bias);
                 let plain = GatedFeedForward { inputs, activation, gate_up, down: panels(width, &down, &down_bias) };
                 // And as an accelerator runs it, on candle's own processor.
-                let there = placed(Some(candle_core::Device::Cpu), || {
+                let there = placed(Some(candle_core::Device::Cpu), Precision::F32, || {
                     let gate_up = [gate.clone(), up.clone()];
                     GatedFeedForward::pack(inputs, activation, gate_up, Some(bias.clone()), down.clone(), Some(down_bias.clone()))
                 });
-                for layer in [layer.unwrap(), plain, there.unwrap()] {
+                let rounded = placed(None, Precision::Bf16, || {
+                    let gate_up = [gate.clone(), up.clone()];
+                    GatedFeedForward::pack(inputs, activation, gate_up, Some(bias.clone()), down.clone(), Some(down_bias.clone()))
+                });
+                for (layer, off) in [(layer.unwrap(), 2e-5), (plain, 2e-5), (there.unwrap(), 2e-5), (rounded.unwrap(), 2e-2)] {
                     let mut scratch = FeedForwardScratch::default();
                     let mut out = vec![1.0; rows * inputs];
                     layer.add(&x, &mut out, &mut scratch).unwrap();
@@ -546,7 +567,7 @@ mod tests {
                             .collect();
                         for c in [0, inputs / 2, inputs - 1] {
                             let exact = 1.0 + f64::from(down_bias[c]) + product(&down[c * width..][..width], &inner);
-                            assert!((f64::from(out[r * inputs + c]) - exact).abs() < 2e-5, "{inputs} {width} {r} {c}");
+                            assert!((f64::from(out[r * inputs + c]) - exact).abs() < off, "{inputs} {width} {r} {c}");
                         }
                         let mut alone = vec![1.0; inputs];
                         layer.add(x, &mut alone, &mut scratch).unwrap();
