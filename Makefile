@@ -30,8 +30,10 @@ lint:
 	$(CARGO) clippy --release --locked --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --locked --no-deps
 
+# The table of docs/performance.md, PyTorch beside it where that can be installed, and the parts one by one.
 bench: model
-	$(CARGO) bench --locked
+	RIGHT_RESET_PEER="$${RIGHT_RESET_PEER-$$(benches/scoring/peer.sh)}" $(CARGO) bench --locked --bench scoring
+	$(CARGO) bench --locked --bench parts --bench warm --bench cache
 
 # Needs RIGHT_RESET_STUDY_DATA, a folder with records.jsonl, streams_calibration.jsonl and streams_dev.jsonl.
 study: model

@@ -9,9 +9,12 @@ pub struct Peak {
     pub per_second: f64,
 }
 
+/// A unit's name, and what runs so many rounds of it and says how many operations that was.
+type Unit = (&'static str, fn(u64) -> f64);
+
 /// Every unit this processor has.
 pub fn peaks(threads: usize) -> Vec<Peak> {
-    let mut units: Vec<(&'static str, fn(u64) -> f64)> = Vec::new();
+    let mut units: Vec<Unit> = Vec::new();
     #[cfg(target_arch = "x86_64")]
     {
         if is_x86_feature_detected!("avx512f") {
