@@ -266,7 +266,8 @@ fn open_all(
     let at = nodes(edges, tokens);
     let wide = |penalty: &f64| open_wide(edges, &at, &Costs::new(*limits, tokens), *penalty, &worth);
     if let [penalty] = penalties {
-        return open_lanes::<1>(edges, &at, limits, &[[*penalty]], &worth).unwrap_or_else(|| vec![wide(penalty)]);
+        let one = Problem { edges, at: &at, limits, penalties: &[[*penalty]], worth: &worth };
+        return one.solve().unwrap_or_else(|| vec![wide(penalty)]);
     }
     let groups: Vec<[f64; LANES]> = penalties
         .chunks(LANES)
@@ -276,7 +277,7 @@ fn open_all(
             lanes
         })
         .collect();
-    match open_lanes(edges, &at, limits, &groups, &worth) {
+    match (Problem { edges, at: &at, limits, penalties: &groups, worth: &worth }).solve() {
         Some(mut solved) => {
             solved.truncate(penalties.len());
             solved
@@ -337,116 +338,110 @@ fn counts(over: u32, under: u32, fallback: u32) -> u128 {
     u128::from(over) << 96 | u128::from(under) << 32 | u128::from(fallback)
 }
 
-/// The program in lanes of 64 bits. What limits count does not depend on the penalty, so it is settled once for all of them, and only the ways that are best
-/// by it are compared by value. `None` if the terms are too large.
-fn open_lanes<const L: usize>(
-    edges: &[Cut],
-    at: &[u32],
-    limits: &Limits,
-    penalties: &[[f64; L]],
-    worth: &impl Fn(usize, &[u32], &mut [f64]),
-) -> Option<Vec<Segmentation>> {
-    #[cfg(target_arch = "x86_64")]
-    {
-        /// The same code with longer vectors: no operation is another, so no bit is.
-        #[target_feature(enable = "avx2")]
-        fn with_avx2<const L: usize>(
-            edges: &[Cut],
-            at: &[u32],
-            limits: &Limits,
-            penalties: &[[f64; L]],
-            worth: &impl Fn(usize, &[u32], &mut [f64]),
-        ) -> Option<Vec<Segmentation>> {
-            open_lanes_any(edges, at, limits, penalties, worth)
-        }
+/// What the program in lanes solves. What limits count does not depend on the penalty, so it is settled once for all of them, and only the ways that are best
+/// by it are compared by value.
+struct Problem<'a, W, const L: usize> {
+    edges: &'a [Cut],
+    at: &'a [u32],
+    limits: &'a Limits,
+    penalties: &'a [[f64; L]],
+    worth: &'a W,
+}
+
+impl<W: Fn(usize, &[u32], &mut [f64]), const L: usize> Problem<'_, W, L> {
+    /// In sums of 64 bits; `None` if the terms are too large.
+    fn solve(&self) -> Option<Vec<Segmentation>> {
+        #[cfg(target_arch = "x86_64")]
         if std::arch::is_x86_feature_detected!("avx2") {
             // SAFETY: the processor has what the function is compiled for.
             #[allow(unsafe_code)]
-            return unsafe { with_avx2(edges, at, limits, penalties, worth) };
+            return unsafe { self.solve_avx2() };
         }
+        self.solve_any()
     }
-    open_lanes_any(edges, at, limits, penalties, worth)
-}
 
-#[inline(always)]
-fn open_lanes_any<const L: usize>(
-    edges: &[Cut],
-    at: &[u32],
-    limits: &Limits,
-    penalties: &[[f64; L]],
-    worth: &impl Fn(usize, &[u32], &mut [f64]),
-) -> Option<Vec<Segmentation>> {
-    let end = at.len() - 1;
-    let length = |len: u32| narrow(limits.length_term(len));
-    let longest = limits.max.min(at[end]);
-    // Of lengths between two others the term is below the larger one's.
-    let is_small = |len: u32| limits.length_term(len) < LARGEST_TERM;
-    if !is_small(0) || !is_small(longest) || penalties.iter().flatten().any(|p| p.abs() >= LARGEST_TERM) {
-        return None;
+    /// The same code with longer vectors: no operation is another, so no bit is.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2")]
+    fn solve_avx2(&self) -> Option<Vec<Segmentation>> {
+        self.solve_any()
     }
-    let lengths: Vec<i64> = (0..=longest).map(length).collect();
-    let of_length = |len: u32| counts(len.saturating_sub(limits.max), limits.min.saturating_sub(len), 0);
-    // What limits count from each node on, and the nearest node behind the one at hand of which they count anything.
-    let (mut limited, mut nearest) = (vec![0_u128; end + 1], end + 1);
-    let mut best = vec![vec![Lanes { value: [0; L], cuts: [0; L], next: [0; L] }; end + 1]; penalties.len()];
-    // Of each way from the node at hand: tokens, what they cost, what the cut is worth, and that less the penalties, in multiples of 2^-32.
-    let (mut lens, mut costs) = (Vec::with_capacity(WAYS), Vec::with_capacity(WAYS));
-    let (mut worths, mut earned) = (Vec::with_capacity(WAYS), Vec::with_capacity(WAYS));
-    let mut last = end;
-    for node in (0..end).rev() {
-        let here = at[node];
-        while last > node + 1 && at[last] - here > limits.max {
-            last -= 1;
-        }
-        let (mut first, mut least) = (node + 1, 0);
-        let farthest = at[last] - here;
-        let unlimited = nearest > last && (limits.min..=limits.max).contains(&farthest);
-        if unlimited {
-            first += at[first..].iter().take_while(|&&to| to - here < limits.min).count();
-        } else {
-            least = (first..=last).map(|to| limited[to] + of_length(at[to] - here)).min().unwrap_or_default();
-        }
-        lens.clear();
-        lens.extend(at[first..=last].iter().map(|to| to - here));
-        costs.clear();
-        if farthest > limits.max {
-            if !is_small(farthest) {
-                return None;
-            }
-            costs.push(length(farthest));
-        } else if unlimited {
-            costs.extend(lens.iter().map(|&len| lengths[len as usize]));
-        } else {
-            let cost = |(&len, &rest): (&u32, &u128)| lengths[len as usize] + if rest + of_length(len) == least { 0 } else { NEVER };
-            costs.extend(lens.iter().zip(&limited[first..]).map(cost));
-        }
-        worths.clear();
-        worths.resize(lens.len(), 0.0);
-        if node > 0 {
-            worth(node - 1, &lens, &mut worths);
-        }
-        let mut sound = worths.iter().fold(true, |sound, worth| sound & (worth.abs() < LARGEST_TERM));
-        for (best, penalties) in best.iter_mut().zip(penalties) {
-            let (before, behind) = best.split_at_mut(first);
-            earned.clear();
-            match node {
-                0 => earned.resize(costs.len(), [0; L]),
-                _ => earned.extend(worths.iter().map(|worth| penalties.map(|penalty| narrow(worth - penalty)))),
-            }
-            before[node] = best_way(first, behind, &costs, &earned);
-            before[node].cuts.iter_mut().for_each(|cuts| *cuts += u32::from(node > 0));
-            sound &= before[node].value.iter().all(|value| value.abs() < NEVER / 2);
-        }
-        if !sound {
+
+    #[inline(always)]
+    fn solve_any(&self) -> Option<Vec<Segmentation>> {
+        let Self { edges, at, limits, penalties, worth } = *self;
+        let end = at.len() - 1;
+        let length = |len: u32| narrow(limits.length_term(len));
+        let longest = limits.max.min(at[end]);
+        // Of lengths between two others the term is below the larger one's.
+        let is_small = |len: u32| limits.length_term(len) < LARGEST_TERM;
+        if !is_small(0) || !is_small(longest) || penalties.iter().flatten().any(|p| p.abs() >= LARGEST_TERM) {
             return None;
         }
-        limited[node] = least + counts(0, 0, u32::from(node > 0 && edges[node - 1].utility.is_none()));
-        nearest = if limited[node] > 0 { node } else { nearest };
+        let lengths: Vec<i64> = (0..=longest).map(length).collect();
+        let of_length = |len: u32| counts(len.saturating_sub(limits.max), limits.min.saturating_sub(len), 0);
+        // What limits count from each node on, and the nearest node behind the one at hand of which they count anything.
+        let (mut limited, mut nearest) = (vec![0_u128; end + 1], end + 1);
+        let mut best = vec![vec![Lanes { value: [0; L], cuts: [0; L], next: [0; L] }; end + 1]; penalties.len()];
+        // Of each way from the node at hand: tokens, what they cost, what the cut is worth, and that less the penalties, in multiples of 2^-32.
+        let (mut lens, mut costs) = (Vec::with_capacity(WAYS), Vec::with_capacity(WAYS));
+        let (mut worths, mut earned) = (Vec::with_capacity(WAYS), Vec::with_capacity(WAYS));
+        let mut last = end;
+        for node in (0..end).rev() {
+            let here = at[node];
+            while last > node + 1 && at[last] - here > limits.max {
+                last -= 1;
+            }
+            let (mut first, mut least) = (node + 1, 0);
+            let farthest = at[last] - here;
+            let unlimited = nearest > last && (limits.min..=limits.max).contains(&farthest);
+            if unlimited {
+                first += at[first..].iter().take_while(|&&to| to - here < limits.min).count();
+            } else {
+                least = (first..=last).map(|to| limited[to] + of_length(at[to] - here)).min().unwrap_or_default();
+            }
+            lens.clear();
+            lens.extend(at[first..=last].iter().map(|to| to - here));
+            costs.clear();
+            if farthest > limits.max {
+                if !is_small(farthest) {
+                    return None;
+                }
+                costs.push(length(farthest));
+            } else if unlimited {
+                costs.extend(lens.iter().map(|&len| lengths[len as usize]));
+            } else {
+                let cost = |(&len, &rest): (&u32, &u128)| lengths[len as usize] + if rest + of_length(len) == least { 0 } else { NEVER };
+                costs.extend(lens.iter().zip(&limited[first..]).map(cost));
+            }
+            worths.clear();
+            worths.resize(lens.len(), 0.0);
+            if node > 0 {
+                worth(node - 1, &lens, &mut worths);
+            }
+            let mut sound = worths.iter().fold(true, |sound, worth| sound & (worth.abs() < LARGEST_TERM));
+            for (best, penalties) in best.iter_mut().zip(penalties) {
+                let (before, behind) = best.split_at_mut(first);
+                earned.clear();
+                match node {
+                    0 => earned.resize(costs.len(), [0; L]),
+                    _ => earned.extend(worths.iter().map(|worth| penalties.map(|penalty| narrow(worth - penalty)))),
+                }
+                before[node] = best_way(first, behind, &costs, &earned);
+                before[node].cuts.iter_mut().for_each(|cuts| *cuts += u32::from(node > 0));
+                sound &= before[node].value.iter().all(|value| value.abs() < NEVER / 2);
+            }
+            if !sound {
+                return None;
+            }
+            limited[node] = least + counts(0, 0, u32::from(node > 0 && edges[node - 1].utility.is_none()));
+            nearest = if limited[node] > 0 { node } else { nearest };
+        }
+        let (over, under, fallback) = ((limited[0] >> 96) as u64, (limited[0] >> 32) as u64, limited[0] as u32);
+        let cost = Cost { over, under, fallback, ..Cost::default() };
+        let lane = |i: usize| finish(cost, walk(end, |node| best[i / L][node].next[i % L]));
+        Some((0..penalties.len() * L).map(lane).collect())
     }
-    let (over, under, fallback) = ((limited[0] >> 96) as u64, (limited[0] >> 32) as u64, limited[0] as u32);
-    let cost = Cost { over, under, fallback, ..Cost::default() };
-    let lane = |i: usize| finish(cost, walk(end, |node| best[i / L][node].next[i % L]));
-    Some((0..penalties.len() * L).map(lane).collect())
 }
 
 /// The ways of least cost, then of fewest cuts, lane by lane; of equals the first. Way `w` goes to node `first + w`, whose best is `behind[w]`.
