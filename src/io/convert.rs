@@ -58,7 +58,7 @@ impl SourceBatch {
     }
 
     /// Makes null of every text but some.
-    pub(crate) fn keep_texts(&mut self, keep: impl Fn(TextCell<'_>) -> bool) {
+    pub(crate) fn keep_texts(&mut self, mut keep: impl FnMut(TextCell<'_>) -> bool) {
         let nulls: NullBuffer = self.texts().map(|text| matches!(text, TextCell::Text(_)) && keep(text)).collect::<Vec<_>>().into();
         let (offsets, values, _) = self.texts.clone().into_parts();
         // The same texts with as many nulls as there are rows.

@@ -723,8 +723,7 @@ async fn calibrated(
             Some(_) => continue,
         };
         // Of several copies the first is kept.
-        let kept = std::cell::RefCell::new(&mut smallest);
-        batch.keep_texts(|text| hash_of(text).is_some_and(|hash| kept.borrow_mut().remove(&hash)));
+        batch.keep_texts(|text| hash_of(text).is_some_and(|hash| smallest.remove(&hash)));
         let batch = Arc::new(batch);
         let states = tokio::select! { biased; reason = &mut stop => return Err(RunError::Stopped(reason)), states = scorer.resolve(&batch, Need::Cuttable(limits)) => states? };
         for state in states {

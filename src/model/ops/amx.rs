@@ -11,6 +11,7 @@ use std::arch::x86_64::{__cpuid, __cpuid_count, _MM_HINT_T1, _mm_prefetch};
 use std::ops::Range;
 use std::sync::OnceLock;
 
+use super::device::Precision;
 use super::kernels::{Activation, Isa, Rows, Store, split_parts};
 use super::memory::Block;
 
@@ -26,15 +27,6 @@ const SLICE: usize = 24;
 const ROW_TILES: usize = 1536;
 /// bf16 parts of a float.
 const PARTS: usize = 3;
-
-/// What is multiplied.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Operands {
-    /// Floats: all their parts.
-    F32,
-    /// Floats rounded to bf16: the first part alone.
-    Bf16,
-}
 
 /// Whether this process may use the tile unit. Asks the system for leave the first time.
 pub(super) fn available() -> bool {
@@ -79,10 +71,10 @@ pub(super) struct Weights {
 }
 
 impl Weights {
-    /// Packs rows of `k` weights, `n` of them.
-    pub(super) fn pack<'a>(operands: Operands, k: usize, n: usize, rows: impl Iterator<Item = &'a [f32]> + Clone) -> Self {
+    /// Packs rows of `k` weights, `n` of them: in f32 all their parts, in bf16 the first alone.
+    pub(super) fn pack<'a>(precision: Precision, k: usize, n: usize, rows: impl Iterator<Item = &'a [f32]> + Clone) -> Self {
         let mut split = vec![0_u16; k * PARTS];
-        let row_parts = if operands == Operands::F32 { PARTS } else { 1 };
+        let row_parts = if precision == Precision::F32 { PARTS } else { 1 };
         let mut parts = 1;
         for row in rows.clone().filter(|row| !row.is_empty()) {
             if parts == row_parts {
@@ -113,12 +105,12 @@ impl Weights {
     }
 
     /// Packs two layers over one input for [`gated`]: blocks of 16 columns of the one and of the other take turns, up to whole tiles.
-    pub(super) fn pack_gated(operands: Operands, k: usize, gate: &[f32], up: &[f32]) -> Self {
+    pub(super) fn pack_gated(precision: Precision, k: usize, gate: &[f32], up: &[f32]) -> Self {
         let width = (gate.len() / k).next_multiple_of(DEPTH);
         let columns = (0..width).step_by(SIDE).flat_map(|first| [gate, up].map(|layer| (layer, first)));
         let rows =
             columns.flat_map(|(layer, first)| (first..first + SIDE).map(move |row| layer.get(row * k..(row + 1) * k).unwrap_or_default()));
-        Self::pack(operands, k, 2 * width, rows)
+        Self::pack(precision, k, 2 * width, rows)
     }
 }
 
@@ -479,13 +471,13 @@ mod tests {
                 return Ok(());
             }
             let (x, w) = (super::super::kernels::floats(m * k, seed), super::super::kernels::floats(n * k, seed + 1));
-            for operands in [Operands::F32, Operands::Bf16] {
-                let weights = Weights::pack(operands, k, n, w.chunks_exact(k));
+            for precision in [Precision::F32, Precision::Bf16] {
+                let weights = Weights::pack(precision, k, n, w.chunks_exact(k));
                 let rows = Rows { data: &x, rows: m, width: k, stride: k };
                 let mut scratch = Scratch::default();
                 let mut out = vec![1.0_f32; m * n];
                 product(rows, &weights, &mut scratch, &mut out, Store::Add);
-                let value = |v: f32| f64::from(if operands == Operands::Bf16 { half::bf16::from_f32(v).to_f32() } else { v });
+                let value = |v: f32| f64::from(if precision == Precision::Bf16 { half::bf16::from_f32(v).to_f32() } else { v });
                 for r in 0..m {
                     for c in 0..n {
                         let term = |i: usize| value(x[r * k + i]) * value(w[c * k + i]);

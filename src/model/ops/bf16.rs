@@ -6,13 +6,8 @@
 
 use std::sync::OnceLock;
 
-use super::kernels::{Isa, Rows, Store};
+use super::kernels::{BLOCK, Isa, PANEL, Rows, Store, dot_pairs, round_bf16};
 use super::memory::Block;
-
-/// Columns of a panel of weights, as in the f32 kernels.
-const PANEL: usize = 48;
-/// Rows of a block of input.
-const BLOCK: usize = 9;
 
 /// How products are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,17 +38,10 @@ impl Way {
     }
 }
 
-/// The nearest bf16 number, ties to even.
-#[inline(always)]
-fn round(v: f32) -> u32 {
-    let bits = v.to_bits();
-    bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16
-}
-
 /// Two numbers side by side, the first in the lower half.
 #[inline(always)]
 fn pair(values: &[f32]) -> u32 {
-    round(values[0]) | values.get(1).map_or(0, |v| round(*v)) << 16
+    round_bf16(values[0]) >> 16 | values.get(1).map_or(0, |v| round_bf16(*v))
 }
 
 /// Weights in panels of [`PANEL`] columns: for each two steps of k, a pair of each column.
@@ -181,7 +169,7 @@ impl Tile<'_> {
     fn looped(&self, isa: Isa, out: &mut [f32], stride: usize) {
         for r in 0..self.rows {
             let mut sums = [0.0; PANEL];
-            super::kernels::dot_pairs(isa, self.x, self.rows, r, self.panel, &mut sums);
+            dot_pairs(isa, self.x, self.rows, r, self.panel, &mut sums);
             let line = &mut out[r * stride..][..self.columns];
             for (out, sum) in line.iter_mut().zip(sums) {
                 *out = if self.store == Store::Add { *out + sum } else { sum };

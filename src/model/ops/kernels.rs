@@ -14,7 +14,7 @@ use super::memory::Block;
 pub(super) const PANEL: usize = 48;
 
 /// Rows of one packed block of input.
-const BLOCK: usize = 9;
+pub(super) const BLOCK: usize = 9;
 
 /// How many steps of k ahead a panel is fetched: weights come from the third-level cache or from memory.
 #[cfg(target_arch = "x86_64")]
@@ -419,19 +419,22 @@ dispatched! {
     fn split_parts(x: &[f32], parts: &mut [u16]) = split_parts_body
 }
 
+/// The nearest bf16 number, ties to even, as the bits of a float.
+#[inline(always)]
+pub(super) fn round_bf16(v: f32) -> u32 {
+    let bits = v.to_bits();
+    bits.wrapping_add(0x7fff + (bits >> 16 & 1)) & 0xffff_0000
+}
+
 #[inline(always)]
 fn split_parts_body<const F: bool>(x: &[f32], parts: &mut [u16]) {
-    let round = |v: f32| {
-        let bits = v.to_bits();
-        bits.wrapping_add(0x7fff + (bits >> 16 & 1)) & 0xffff_0000
-    };
     let (first, rest) = parts.split_at_mut(x.len());
     let (second, third) = rest.split_at_mut(x.len());
     for (((x, a), b), c) in x.iter().zip(first).zip(second).zip(third) {
-        let high = round(*x);
+        let high = round_bf16(*x);
         let left = x - f32::from_bits(high);
-        let middle = round(left);
-        let low = round(left - f32::from_bits(middle));
+        let middle = round_bf16(left);
+        let low = round_bf16(left - f32::from_bits(middle));
         (*a, *b, *c) = ((high >> 16) as u16, (middle >> 16) as u16, (low >> 16) as u16);
     }
 }

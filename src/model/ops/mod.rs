@@ -102,7 +102,7 @@ impl Linear {
         let rows = || blocks.iter().flat_map(|b| b.chunks_exact(inputs));
         #[cfg(target_arch = "x86_64")]
         if amx::available() {
-            let weights = Packed::Tiles(amx::Weights::pack(operands(), inputs, outputs, rows()));
+            let weights = Packed::Tiles(amx::Weights::pack(device::precision(), inputs, outputs, rows()));
             return Ok(Self { inputs, outputs, weights, bias });
         }
         if device::precision() == Precision::Bf16 {
@@ -169,15 +169,6 @@ impl Linear {
     }
 }
 
-/// What the tile unit multiplies in layers that are packed now.
-#[cfg(target_arch = "x86_64")]
-fn operands() -> amx::Operands {
-    match device::precision() {
-        Precision::F32 => amx::Operands::F32,
-        Precision::Bf16 => amx::Operands::Bf16,
-    }
-}
-
 /// A gated feed-forward layer: `y = (activation(x G^T + g) * (x U^T + u)) D^T + d`.
 #[derive(Debug)]
 pub struct GatedFeedForward {
@@ -212,7 +203,7 @@ impl GatedFeedForward {
         #[cfg(target_arch = "x86_64")]
         if amx::available() && device::place().is_none() {
             let [gate, up] = &gate_up;
-            let weights = Packed::Tiles(amx::Weights::pack_gated(operands(), inputs, gate, up));
+            let weights = Packed::Tiles(amx::Weights::pack_gated(device::precision(), inputs, gate, up));
             return Ok(Self { inputs, activation, gate_up: Linear { inputs, outputs: 2 * width, weights, bias: gate_up_bias }, down });
         }
         Ok(Self { inputs, activation, gate_up: Linear::pack(inputs, &gate_up, gate_up_bias)?, down })
