@@ -175,7 +175,7 @@ fn main() {
         }
         tokens = documents.iter().map(|d| d.ids.len()).sum();
         let mut reference: Option<Outcome> = None;
-        for precision in [Precision::F32, Precision::Bf16] {
+        for precision in [Precision::F32, Precision::Bf16, Precision::Int8] {
             let head = way.spec.readouts.lr;
             let load = Load { depth: way.spec.readouts.depth(), extra: 1, head, device: Device::Cpu, precision };
             let trunk = model::load_trunk(&found.path, load).unwrap();

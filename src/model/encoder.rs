@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use tokenizers::{Tokenizer, TruncationParams};
 
 use super::ops::{
-    Activation, AttentionScratch, AttentionShape, Buffer, Embedding, FeedForward, FeedForwardScratch, LayerNorm, Linear, Output,
+    Activation, AttentionScratch, AttentionShape, Buffer, Embedding, FeedForward, FeedForwardScratch, LayerNorm, Linear, Output, Precision,
 };
 use super::registry::{self, hash_file, hash_files, remembered};
 use super::weights::{Weights, checkpoint, safetensors_files};
@@ -314,7 +314,7 @@ impl Encoder {
             tokenizer,
             pooling,
             hidden,
-            shape: AttentionShape { heads, kv_heads: heads, head_dim, scale, window: None, causal: false },
+            shape: AttentionShape { heads, kv_heads: heads, head_dim, scale, window: None, causal: false, precision: Precision::F32 },
             tokens: Embedding::new(hidden, tokens),
             positions: Embedding::new(hidden, positions),
             norm: first_norm,

@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use super::config::Json;
 use super::ops::{
-    Activation, AttentionShape, Embedding, GatedFeedForward, Head, Linear, Output, ROW_TILE, RmsNorm, Rotary, RotaryScaling, mul_activated,
+    Activation, AttentionShape, Embedding, GatedFeedForward, Head, Linear, Output, Precision, ROW_TILE, RmsNorm, Rotary, RotaryScaling,
+    mul_activated,
 };
 use super::weights::Weights;
 use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
@@ -187,6 +188,7 @@ pub(super) struct Gemma4 {
     norm: RmsNorm,
     rotaries: [Rotary; 2],
     head: Option<Head>,
+    precision: Precision,
 }
 
 impl Gemma4 {
@@ -260,13 +262,21 @@ impl Gemma4 {
         };
         let rotaries = [rotary(false), rotary(true)];
         let per_layer = per_layer_tables.map(|(table, norm, _)| (table, norm));
-        Ok(Self { embedding: Embedding::new(hidden, table), per_layer, config, blocks, norm, rotaries, head })
+        Ok(Self { embedding: Embedding::new(hidden, table), per_layer, config, blocks, norm, rotaries, head, precision: load.precision })
     }
 
     fn attend(&self, index: usize, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
         let (c, block, layer) = (&self.config, &self.blocks[index], &self.config.layers[index]);
         let window = (!layer.full).then_some(c.window);
-        let shape = AttentionShape { heads: c.heads, kv_heads: layer.kv_heads, head_dim: layer.head_dim, scale: 1.0, window, causal: true };
+        let shape = AttentionShape {
+            heads: c.heads,
+            kv_heads: layer.kv_heads,
+            head_dim: layer.head_dim,
+            scale: 1.0,
+            window,
+            causal: true,
+            precision: self.precision,
+        };
         let (q, kv) = (c.heads * layer.head_dim, layer.kv_heads * layer.head_dim);
         let (tokens, width) = (batch.ids.len(), shape.qkv());
         let x = scratch.x.get(tokens * c.hidden);

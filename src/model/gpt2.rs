@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::config::{Json, Metadata};
-use super::ops::{Activation, AttentionShape, Embedding, FeedForward, Head, LayerNorm, Linear, Output, ROW_TILE};
+use super::ops::{Activation, AttentionShape, Embedding, FeedForward, Head, LayerNorm, Linear, Output, Precision, ROW_TILE};
 use super::weights::Weights;
 use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
 
@@ -85,6 +85,7 @@ pub(super) struct Gpt2 {
     blocks: Vec<Block>,
     norm: LayerNorm,
     head: Option<Head>,
+    precision: Precision,
 }
 
 impl Gpt2 {
@@ -118,7 +119,7 @@ impl Gpt2 {
         }
         let norm = norm(weights, "ln_f", hidden, eps)?;
         let (embedding, positions) = (Embedding::new(hidden, table), Embedding::new(hidden, positions));
-        Ok(Self { config, embedding, positions, blocks, norm, head })
+        Ok(Self { config, embedding, positions, blocks, norm, head, precision: load.precision })
     }
 }
 
@@ -159,7 +160,8 @@ impl Architecture for Gpt2 {
         let head_dim = c.hidden / c.heads;
         let [by_size, by_layer] = c.scaled;
         let scale = if by_size { 1.0 / (head_dim as f32).sqrt() } else { 1.0 } / if by_layer { (layer + 1) as f32 } else { 1.0 };
-        let shape = AttentionShape { heads: c.heads, kv_heads: c.heads, head_dim, scale, window: None, causal: true };
+        let shape =
+            AttentionShape { heads: c.heads, kv_heads: c.heads, head_dim, scale, window: None, causal: true, precision: self.precision };
         let width = shape.qkv();
         let x = scratch.x.get(tokens * c.hidden);
         let qkv = scratch.qkv.get(tokens * width);

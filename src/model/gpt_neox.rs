@@ -3,7 +3,9 @@
 use serde::{Deserialize, Serialize};
 
 use super::config::{Json, Rope};
-use super::ops::{Activation, AttentionShape, Embedding, FeedForward, Head, LayerNorm, Linear, Output, ROW_TILE, Rotary, RotaryScaling};
+use super::ops::{
+    Activation, AttentionShape, Embedding, FeedForward, Head, LayerNorm, Linear, Output, Precision, ROW_TILE, Rotary, RotaryScaling,
+};
 use super::weights::Weights;
 use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
 
@@ -77,6 +79,7 @@ pub(super) struct GptNeox {
     norm: LayerNorm,
     rotary: Rotary,
     head: Option<Head>,
+    precision: Precision,
 }
 
 /// Rows of queries, keys and values that lie head by head, put into all queries, all keys, all values.
@@ -127,7 +130,7 @@ impl GptNeox {
         let norm = LayerNorm::new(get("final_layer_norm.weight")?, get("final_layer_norm.bias")?, eps);
         let frequencies = config.scaling.frequencies(config.rotary_dims, config.theta);
         let rotary = Rotary::new(hidden / heads, &frequencies, config.context + load.extra);
-        Ok(Self { embedding: Embedding::new(hidden, table), config, blocks, norm, rotary, head })
+        Ok(Self { embedding: Embedding::new(hidden, table), config, blocks, norm, rotary, head, precision: load.precision })
     }
 }
 
@@ -164,6 +167,7 @@ impl Architecture for GptNeox {
             scale: 1.0 / (head_dim as f32).sqrt(),
             window: None,
             causal: true,
+            precision: self.precision,
         };
         let width = shape.qkv();
         let x = scratch.x.get(tokens * c.hidden);

@@ -7,7 +7,9 @@ use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
 use super::config::{Json, Metadata, Rope};
-use super::ops::{Activation, AttentionShape, Embedding, GatedFeedForward, Head, Linear, Output, ROW_TILE, RmsNorm, Rotary, RotaryScaling};
+use super::ops::{
+    Activation, AttentionShape, Embedding, GatedFeedForward, Head, Linear, Output, Precision, ROW_TILE, RmsNorm, Rotary, RotaryScaling,
+};
 use super::weights::Weights;
 use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
 
@@ -125,6 +127,7 @@ pub(super) struct Llama {
     norm: RmsNorm,
     rotary: Rotary,
     head: Option<Head>,
+    precision: Precision,
 }
 
 impl Llama {
@@ -175,7 +178,7 @@ impl Llama {
         }
         let norm = RmsNorm::new(weights.get("norm.weight", &[hidden])?, config.eps);
         let rotary = Rotary::new(head_dim, &config.scaling.frequencies(head_dim, config.theta), config.context + load.extra);
-        Ok(Self { embedding: Embedding::new(hidden, table), config, blocks, norm, rotary, head })
+        Ok(Self { embedding: Embedding::new(hidden, table), config, blocks, norm, rotary, head, precision: load.precision })
     }
 }
 
@@ -206,7 +209,15 @@ impl Architecture for Llama {
         let tokens = batch.ids.len();
         let scale = 1.0 / (c.head_dim as f32).sqrt();
         let window = c.windows.get(layer).copied().flatten();
-        let shape = AttentionShape { heads: c.heads, kv_heads: c.kv_heads, head_dim: c.head_dim, scale, window, causal: true };
+        let shape = AttentionShape {
+            heads: c.heads,
+            kv_heads: c.kv_heads,
+            head_dim: c.head_dim,
+            scale,
+            window,
+            causal: true,
+            precision: self.precision,
+        };
         let (width, attended_width) = (shape.qkv(), c.heads * c.head_dim);
         let x = scratch.x.get(tokens * c.hidden);
         let qkv = scratch.qkv.get(tokens * width);

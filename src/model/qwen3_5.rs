@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use super::config::{Json, Rope};
 use super::ops::{
-    Activation, AttentionShape, DeltaShape, Embedding, GatedFeedForward, Head, Linear, Output, ROW_TILE, RmsNorm, Rotary, RotaryScaling,
-    ShortConvolution, gated_delta, mul_activated, mul_sigmoid,
+    Activation, AttentionShape, DeltaShape, Embedding, GatedFeedForward, Head, Linear, Output, Precision, ROW_TILE, RmsNorm, Rotary,
+    RotaryScaling, ShortConvolution, gated_delta, mul_activated, mul_sigmoid,
 };
 use super::weights::Weights;
 use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
@@ -128,6 +128,7 @@ pub(super) struct Qwen35 {
     norm: RmsNorm,
     rotary: Rotary,
     head: Option<Head>,
+    precision: Precision,
 }
 
 impl Qwen35 {
@@ -201,13 +202,21 @@ impl Qwen35 {
         let norm = centred(weights.get("norm.weight", &[hidden])?);
         let frequencies = config.scaling.frequencies(config.rotary_dims, config.theta);
         let rotary = Rotary::new(head_dim, &frequencies, config.context + load.extra);
-        Ok(Self { embedding: Embedding::new(hidden, table), config, blocks, norm, rotary, head })
+        Ok(Self { embedding: Embedding::new(hidden, table), config, blocks, norm, rotary, head, precision: load.precision })
     }
 
     fn attend(&self, layer: usize, attention: &Attention, norm: &RmsNorm, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
         let c = &self.config;
         let scale = 1.0 / (c.head_dim as f32).sqrt();
-        let shape = AttentionShape { heads: c.heads, kv_heads: c.kv_heads, head_dim: c.head_dim, scale, window: None, causal: true };
+        let shape = AttentionShape {
+            heads: c.heads,
+            kv_heads: c.kv_heads,
+            head_dim: c.head_dim,
+            scale,
+            window: None,
+            causal: true,
+            precision: self.precision,
+        };
         let (tokens, width, q) = (batch.ids.len(), shape.qkv(), c.heads * c.head_dim);
         let x = scratch.x.get(tokens * c.hidden);
         let (qkv, gates) = (scratch.qkv.get(tokens * width), scratch.gates.get(tokens * q));

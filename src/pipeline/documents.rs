@@ -778,10 +778,11 @@ fn resolve_settings(pipeline: &Pipeline, identity: &Identity, model: &ModelPath)
     let device: Device = pipeline.model.device.parse().map_err(|reason: String| value("model.device", reason))?;
     let precision = match pipeline.model.precision {
         PrecisionWord::Auto | PrecisionWord::F32 => Precision::F32,
-        PrecisionWord::Bf16 if device != Device::Cpu => {
-            return Err(value("model.precision", "\"bf16\" is for the processor; accelerators multiply in f32"));
+        _ if device != Device::Cpu => {
+            return Err(value("model.precision", "\"bf16\" and \"int8\" are for the processor; accelerators multiply in f32"));
         }
         PrecisionWord::Bf16 => Precision::Bf16,
+        PrecisionWord::Int8 => Precision::Int8,
     };
     let settings = ScoreSettings {
         stages: score.early_stages(),

@@ -238,6 +238,8 @@ pub enum Precision {
     F32,
     /// Weights and inputs of products rounded to 16 bits (bf16), sums in f32.
     Bf16,
+    /// Weights and inputs of products rotated and rounded to 8-bit integers, sums exact.
+    Int8,
 }
 
 /// The `[score]` table.

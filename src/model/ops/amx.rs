@@ -3,8 +3,10 @@
 //! A float is the sum of three bf16 numbers, 8 bits of its mantissa each: x = x1 + x2 + x3 exactly. Of the nine partial products of two
 //! floats the six largest are computed, exactly, and added up in f32; the three left out are below 2^-24 of the product. So the result
 //! is as close to the true one as that of ordinary f32 arithmetic, at more than twice its speed. Rows go through one fixed sequence of
-//! operations each, so that their bits do not depend on their neighbours.
+//! operations each, so that their bits do not depend on their neighbours. The unit multiplies 8-bit integers too, at twice the speed ([`int8`](super::int8)).
 #![allow(unsafe_code)]
+
+mod attention;
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count, _MM_HINT_T1, _mm_prefetch};
@@ -12,17 +14,20 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use super::device::Precision;
-use super::kernels::{Activation, Isa, Rows, Store, split_parts};
+use super::int8::{ROTATIONS, ROUND};
+use super::kernels::{Activation, Isa, Rows, SPREAD, Store, quantise, split_parts};
 use super::memory::Block;
+pub(super) use attention::{AttentionScratch, attention};
 
 /// Rows and columns of a tile.
 const SIDE: usize = 16;
-/// Steps of k in a tile.
+/// bf16 numbers of a row of a tile: what it takes of k.
 const DEPTH: usize = 32;
 /// bf16 numbers of a tile.
 const TILE: usize = SIDE * DEPTH;
-/// Steps of k that are multiplied without a stop; longer rows are added up in several rounds.
+/// Tiles along k that are multiplied without a stop; longer rows are added up in several rounds.
 const SLICE: usize = 24;
+const _: () = assert!(SPREAD == 2 * DEPTH && SLICE * SPREAD == ROUND, "a round of integers is a slice of tiles");
 /// Tiles of rows that go through all columns together: they stay in the second-level cache meanwhile.
 const ROW_TILES: usize = 1536;
 /// bf16 parts of a float.
@@ -34,10 +39,17 @@ pub(super) fn available() -> bool {
     *AVAILABLE.get_or_init(|| {
         const AMX_BF16: u32 = 1 << 22;
         const AMX_TILE: u32 = 1 << 24;
+        const AMX_INT8: u32 = 1 << 25;
+        const ALL: u32 = AMX_BF16 | AMX_TILE | AMX_INT8;
         let leaf = __cpuid(0).eax;
-        let has = leaf >= 7 && __cpuid_count(7, 0).edx & (AMX_BF16 | AMX_TILE) == AMX_BF16 | AMX_TILE;
+        let has = leaf >= 7 && __cpuid_count(7, 0).edx & ALL == ALL;
         has && cfg!(target_os = "linux") && Isa::best() == Isa::Avx512 && permitted()
     })
+}
+
+/// Whether a gated layer of so many inputs can be one operation: its sums are not stopped between rounds.
+pub(super) fn fuses(precision: Precision, inputs: usize) -> bool {
+    precision != Precision::Int8 || inputs <= ROUND
 }
 
 /// Asks Linux for the use of tile data: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
@@ -51,7 +63,7 @@ fn permitted() -> bool {
     result == 0
 }
 
-/// 16 rows of 32 bf16 numbers.
+/// 16 rows of 32 bf16 numbers or 64 integers.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 struct TileData([u16; TILE]);
@@ -64,15 +76,29 @@ pub(super) struct Weights {
     tiles: Block<TileData>,
     k: usize,
     n: usize,
+    precision: Precision,
     /// Parts that are not all zero: 1 for a checkpoint in bf16, 2 for most quantised ones.
     parts: usize,
-    /// Parts of the rows that are multiplied by them.
-    row_parts: usize,
+    /// In int8, what an integer of each column is worth.
+    scales: Vec<f32>,
 }
 
 impl Weights {
+    /// Parts of the rows that are multiplied by the weights.
+    fn row_parts(&self) -> usize {
+        if self.precision == Precision::F32 { PARTS } else { 1 }
+    }
+
+    /// Numbers of a row that a tile takes.
+    fn depth(&self) -> usize {
+        if self.precision == Precision::Int8 { SPREAD } else { DEPTH }
+    }
+
     /// Packs rows of `k` weights, `n` of them: in f32 all their parts, in bf16 the first alone.
     pub(super) fn pack<'a>(precision: Precision, k: usize, n: usize, rows: impl Iterator<Item = &'a [f32]> + Clone) -> Self {
+        if precision == Precision::Int8 {
+            return Self::pack_integers(k, n, rows);
+        }
         let mut split = vec![0_u16; k * PARTS];
         let row_parts = if precision == Precision::F32 { PARTS } else { 1 };
         let mut parts = 1;
@@ -101,7 +127,27 @@ impl Weights {
                 }
             }
         }
-        Self { tiles, k, n, parts, row_parts }
+        Self { tiles, k, n, precision, parts, scales: Vec::new() }
+    }
+
+    fn pack_integers<'a>(k: usize, n: usize, rows: impl Iterator<Item = &'a [f32]>) -> Self {
+        let (steps, pairs) = (k.div_ceil(SPREAD), n.div_ceil(2 * SIDE));
+        let mut tiles = Block::beside_others(pairs * steps * 2, ZERO);
+        let mut scales = vec![0.0; pairs * 2 * SIDE];
+        let (mut rotated, mut integers) = (vec![0.0; steps * SPREAD], vec![0; steps * SPREAD]);
+        for (column, row) in rows.enumerate().filter(|(_, row)| !row.is_empty()) {
+            scales[column] = quantise(Isa::best(), row, &mut rotated, &mut integers, SPREAD) * ROTATIONS;
+            let (pair, block, within) = (column / (2 * SIDE), column / SIDE % 2, column % SIDE);
+            for (step, values) in integers.chunks_exact(SPREAD).enumerate() {
+                let tile = &mut tiles[(pair * steps + step) * 2 + block];
+                // Fours of k lie side by side.
+                for (line, four) in tile.0.as_chunks_mut::<DEPTH>().0.iter_mut().zip(values.as_chunks::<4>().0) {
+                    let [a, b, c, d] = *four;
+                    line[within * 2..][..2].copy_from_slice(&[u16::from_le_bytes([a, b]), u16::from_le_bytes([c, d])]);
+                }
+            }
+        }
+        Self { tiles, k, n, precision: Precision::Int8, parts: 1, scales }
     }
 
     /// Packs two layers over one input for [`gated`]: blocks of 16 columns of the one and of the other take turns, up to whole tiles.
@@ -117,25 +163,90 @@ impl Weights {
 /// Buffers of [`product`] and [`gated`].
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
-    rows: Block<TileData>,
-    inner: Block<TileData>,
+    rows: Tiled,
+    inner: Tiled,
+    rotated: Block<f32>,
+    /// What goes between two layers, where it cannot be made into tiles at once.
+    between: Block<f32>,
 }
 
-/// Sums of two blocks of rows times two blocks of columns: upper left tile, upper right, lower left, lower right.
+/// Rows in tiles: for each block of 16 rows and each step of k, the parts.
+#[derive(Debug, Default)]
+struct Tiled {
+    tiles: Block<TileData>,
+    /// In int8, what an integer of each row is worth.
+    scales: Block<f32>,
+}
+
+impl Tiled {
+    fn pack(&mut self, x: Rows<'_>, precision: Precision, rotated: &mut Block<f32>) {
+        match precision {
+            // SAFETY: where tiles are used, the processor has these instructions (`available`).
+            Precision::F32 => unsafe { pack_rows(x, PARTS, &mut self.tiles) },
+            // SAFETY: as above.
+            Precision::Bf16 => unsafe { pack_rows(x, 1, &mut self.tiles) },
+            Precision::Int8 => self.pack_integers(x, rotated),
+        }
+    }
+
+    fn pack_integers(&mut self, x: Rows<'_>, rotated: &mut Block<f32>) {
+        let (steps, blocks) = (x.width.div_ceil(SPREAD), x.rows.div_ceil(SIDE));
+        self.tiles.reserve(blocks * steps, ZERO);
+        self.scales.reserve(blocks * SIDE, 0.0);
+        rotated.reserve(steps * SPREAD, 0.0);
+        for (r, scale) in self.scales.iter_mut().enumerate().take(x.rows) {
+            let tiles = &mut self.tiles[r / SIDE * steps..][..steps];
+            // SAFETY: tiles are bytes, 1024 each.
+            let bytes = unsafe { std::slice::from_raw_parts_mut(tiles.as_mut_ptr().cast::<u8>(), size_of_val(tiles)) };
+            let row = &x.data[r * x.stride..][..x.width];
+            *scale = quantise(Isa::best(), row, rotated, &mut bytes[r % SIDE * SPREAD..], size_of::<TileData>());
+        }
+    }
+}
+
+/// Sums of two blocks of rows times two blocks of columns: upper left tile, upper right, lower left, lower right. Floats, or in int8 the bits of integers.
+#[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 struct Sums([[[f32; SIDE]; SIDE]; 4]);
+
+impl Sums {
+    const ZERO: Self = Self([[[0.0; SIDE]; SIDE]; 4]);
+}
+
+/// What integers are worth: by row, and by column of a pair of blocks.
+#[derive(Clone, Copy)]
+struct Scales<'a> {
+    rows: &'a [f32],
+    columns: &'a [f32],
+}
+
+/// A row of a tile of sums as floats; `scales` are those of the row and of its 16 columns, where the sums are integers.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn worth(sums: &[f32; SIDE], scales: Option<(f32, &[f32])>) -> std::arch::x86_64::__m512 {
+    use std::arch::x86_64::*;
+    // SAFETY: 16 floats each.
+    unsafe {
+        let Some((row, columns)) = scales else { return _mm512_loadu_ps(sums.as_ptr()) };
+        let sums = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums.as_ptr().cast()));
+        _mm512_mul_ps(_mm512_mul_ps(sums, _mm512_set1_ps(row)), _mm512_loadu_ps(columns[..SIDE].as_ptr()))
+    }
+}
+
+/// Where the upper halves of the floats of two registers lie: the odd words.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn odd_words() -> std::arch::x86_64::__m512i {
+    let odd: [u16; 32] = std::array::from_fn(|i| 2 * i as u16 + 1);
+    // SAFETY: `odd` is 64 bytes.
+    unsafe { std::arch::x86_64::_mm512_loadu_si512(odd.as_ptr().cast()) }
+}
 
 /// Splits rows into tiles: for each block of 16 rows and each step of k, the parts.
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pack_rows(x: Rows<'_>, parts: usize, tiles: &mut Block<TileData>) {
     use std::arch::x86_64::*;
-    // The upper halves of floats: odd words of two registers.
-    let mut odd = [0_u16; 32];
-    for (i, word) in odd.iter_mut().enumerate() {
-        *word = 2 * i as u16 + 1;
-    }
-    // SAFETY: `odd` is 64 bytes.
-    let odd = unsafe { _mm512_loadu_si512(odd.as_ptr().cast()) };
+    let odd = odd_words();
     let steps = x.width.div_ceil(DEPTH);
     tiles.reserve(x.rows.div_ceil(SIDE) * steps * parts, ZERO);
     for (block, tiles) in tiles.chunks_exact_mut(steps * parts).take(x.rows.div_ceil(SIDE)).enumerate() {
@@ -214,18 +325,18 @@ fn rows_at_once(steps: usize, parts: usize) -> usize {
 pub(super) fn product(x: Rows<'_>, weights: &Weights, scratch: &mut Scratch, out: &mut [f32], store: Store) {
     let n = weights.n;
     assert!(x.width == weights.k && out.len() >= x.rows * n, "shapes of the product do not fit");
-    let all = x.width.div_ceil(DEPTH);
+    let (depth, row_parts) = (weights.depth(), weights.row_parts());
+    let all = x.width.div_ceil(depth);
     with_tiles(|| {
         for slice in (0..all).step_by(SLICE) {
             let steps = slice..all.min(slice + SLICE);
-            let width = (x.width - slice * DEPTH).min(SLICE * DEPTH);
+            let width = (x.width - slice * depth).min(SLICE * depth);
             let store = if slice == 0 { store } else { Store::Add };
-            let group = rows_at_once(steps.len(), weights.row_parts);
+            let group = rows_at_once(steps.len(), row_parts);
             for first in (0..x.rows).step_by(group) {
-                let x = Rows { data: &x.data[first * x.stride + slice * DEPTH..], rows: group.min(x.rows - first), width, ..x };
+                let x = Rows { data: &x.data[first * x.stride + slice * depth..], rows: group.min(x.rows - first), width, ..x };
                 let out = &mut out[first * n..];
-                // SAFETY: where tiles are used, the processor has these instructions (`available`).
-                unsafe { pack_rows(x, weights.row_parts, &mut scratch.rows) };
+                scratch.rows.pack(x, weights.precision, &mut scratch.rotated);
                 multiply_into(&scratch.rows, x.rows, weights, steps.clone(), out, store);
             }
         }
@@ -246,32 +357,52 @@ pub(super) fn gated(
     out: &mut [f32],
 ) {
     let n = down.n;
-    let (inputs, all, parts) = (x.width.div_ceil(DEPTH), down.k.div_ceil(DEPTH), down.row_parts);
-    assert!(x.width == gate_up.k && gate_up.n == 2 * all * DEPTH && out.len() >= x.rows * n, "shapes of the layer do not fit");
+    let (precision, depth, parts) = (down.precision, down.depth(), down.row_parts());
+    let (inputs, all) = (x.width.div_ceil(depth), down.k.div_ceil(depth));
+    let width = down.k.next_multiple_of(DEPTH);
+    assert!(x.width == gate_up.k && gate_up.n == 2 * width && out.len() >= x.rows * n, "shapes of the layer do not fit");
     assert!(bias.is_none_or(|bias| bias.len() == 2 * down.k), "bias of another size");
     let group = rows_at_once(inputs + all.min(SLICE), parts);
     with_tiles(|| {
+        let Scratch { rows: tiled, inner, rotated, between } = scratch;
         for first in (0..x.rows).step_by(group) {
             let x = Rows { data: &x.data[first * x.stride..], rows: group.min(x.rows - first), ..x };
             let out = &mut out[first * n..];
-            // SAFETY: where tiles are used, the processor has these instructions (`available`).
-            unsafe { pack_rows(x, parts, &mut scratch.rows) };
+            tiled.pack(x, precision, rotated);
             for slice in (0..all).step_by(SLICE) {
                 let steps = slice..all.min(slice + SLICE);
-                let inner = &mut scratch.inner;
-                inner.reserve(x.rows.div_ceil(SIDE) * steps.len() * parts, ZERO);
-                multiply(&scratch.rows, x.rows, gate_up, 0..inputs, 2 * steps.start..2 * steps.end, &mut |sums, row, pair| {
+                // Columns of the gate in this slice, and where they begin.
+                let (start, columns) = (slice * depth, (steps.len() * depth).min(width - slice * depth));
+                if precision == Precision::Int8 {
+                    between.reserve(x.rows * columns, 0.0);
+                } else {
+                    inner.tiles.reserve(x.rows.div_ceil(SIDE) * steps.len() * parts, ZERO);
+                }
+                let pairs = start / SIDE..(start + columns) / SIDE;
+                multiply(tiled, x.rows, gate_up, 0..inputs, pairs, &mut |sums, scales, row, pair| {
                     let bias = bias.map(|bias| bias.split_at(down.k)).map(|(gate, up)| {
                         let columns = (pair * SIDE).min(down.k)..((pair + 1) * SIDE).min(down.k);
                         (&gate[columns.clone()], &up[columns])
                     });
+                    let at = pair * SIDE - start;
                     for (half, sums) in sums.0.as_chunks::<2>().0.iter().enumerate().take((x.rows - row).div_ceil(SIDE)) {
-                        let step = (row / SIDE + half) * steps.len() + pair / 2 - steps.start;
-                        let tiles = &mut inner[step * parts..(step + 1) * parts];
-                        // SAFETY: as above.
-                        unsafe { store_gated(sums, activation, bias, tiles, pair % 2 * SIDE) };
+                        let row = row + half * SIDE;
+                        let gated = Gated { sums, scales: scales.map(|s| Scales { rows: &s.rows[half * SIDE..], ..s }), activation, bias };
+                        // SAFETY: where tiles are used, the processor has these instructions (`available`).
+                        unsafe {
+                            if precision == Precision::Int8 {
+                                gated.store(x.rows - row, &mut between[row * columns + at..], columns);
+                            } else {
+                                let step = row / SIDE * steps.len() + at / DEPTH;
+                                gated.split(&mut inner.tiles[step * parts..(step + 1) * parts], at % DEPTH);
+                            }
+                        }
                     }
                 });
+                if precision == Precision::Int8 {
+                    let real = columns.min(down.k - start);
+                    inner.pack(Rows { data: &between[..], rows: x.rows, width: real, stride: columns }, precision, rotated);
+                }
                 multiply_into(inner, x.rows, down, steps, out, Store::Add);
             }
         }
@@ -279,44 +410,40 @@ pub(super) fn gated(
 }
 
 /// Multiplies rows in tiles by all columns of the weights over some steps of k, into rows of as many floats.
-fn multiply_into(x: &[TileData], rows: usize, weights: &Weights, steps: Range<usize>, out: &mut [f32], store: Store) {
+fn multiply_into(x: &Tiled, rows: usize, weights: &Weights, steps: Range<usize>, out: &mut [f32], store: Store) {
     let n = weights.n;
-    multiply(x, rows, weights, steps, 0..n.div_ceil(2 * SIDE), &mut |sums, row, pair| {
+    multiply(x, rows, weights, steps, 0..n.div_ceil(2 * SIDE), &mut |sums, scales, row, pair| {
         // SAFETY: where tiles are used, the processor has these instructions (`available`).
-        unsafe { store_sums(sums, rows - row, n - pair * 2 * SIDE, &mut out[row * n + pair * 2 * SIDE..], n, store) };
+        unsafe { store_sums(sums, scales, rows - row, n - pair * 2 * SIDE, &mut out[row * n + pair * 2 * SIDE..], n, store) };
     });
 }
 
-/// Multiplies rows in tiles by the weights' columns of some pairs of blocks over some steps of k, and hands each 32 x 32 sums on with
-/// the row and the pair at which they start.
-fn multiply(
-    x: &[TileData],
-    rows: usize,
-    weights: &Weights,
-    steps: Range<usize>,
-    pairs: Range<usize>,
-    done: &mut dyn FnMut(&Sums, usize, usize),
-) {
-    match (weights.row_parts, weights.parts) {
-        (1, _) => multiply_parts::<1, 1>(x, rows, weights, steps, pairs, done),
-        (_, 1) => multiply_parts::<PARTS, 1>(x, rows, weights, steps, pairs, done),
-        (_, 2) => multiply_parts::<PARTS, 2>(x, rows, weights, steps, pairs, done),
-        _ => multiply_parts::<PARTS, PARTS>(x, rows, weights, steps, pairs, done),
+/// What takes sums: with what they are worth in int8, and the row and the pair of blocks of columns at which they start.
+type Done<'a> = &'a mut dyn FnMut(&Sums, Option<Scales<'_>>, usize, usize);
+
+/// Multiplies rows in tiles by the weights' columns of some pairs of blocks over some steps of k, and hands each 32 x 32 sums on.
+fn multiply(x: &Tiled, rows: usize, weights: &Weights, steps: Range<usize>, pairs: Range<usize>, done: Done<'_>) {
+    match (weights.precision, weights.parts) {
+        (Precision::Int8, _) => multiply_parts::<1, 1, true>(x, rows, weights, steps, pairs, done),
+        (Precision::Bf16, _) => multiply_parts::<1, 1, false>(x, rows, weights, steps, pairs, done),
+        (_, 1) => multiply_parts::<PARTS, 1, false>(x, rows, weights, steps, pairs, done),
+        (_, 2) => multiply_parts::<PARTS, 2, false>(x, rows, weights, steps, pairs, done),
+        _ => multiply_parts::<PARTS, PARTS, false>(x, rows, weights, steps, pairs, done),
     }
 }
 
-/// With X parts of rows and W of weights: one of each, or all three of rows.
-fn multiply_parts<const X: usize, const W: usize>(
-    x: &[TileData],
+/// With X parts of rows and W of weights: one of each, or all three of rows. Of integers or of bf16 numbers.
+fn multiply_parts<const X: usize, const W: usize, const INT: bool>(
+    x: &Tiled,
     rows: usize,
     weights: &Weights,
     steps: Range<usize>,
     pairs: Range<usize>,
-    done: &mut dyn FnMut(&Sums, usize, usize),
+    done: Done<'_>,
 ) {
-    let (depth, all) = (steps.len(), weights.k.div_ceil(DEPTH));
+    let (depth, all) = (steps.len(), weights.k.div_ceil(weights.depth()));
     let blocks = rows.div_ceil(SIDE);
-    let mut sums = Sums([[[0.0; SIDE]; SIDE]; 4]);
+    let mut sums = Sums::ZERO;
     for pair in pairs.clone() {
         let of_pair = |pair: usize| &weights.tiles[(pair * all + steps.start) * W * 2..][..depth * W * 2];
         // The weights of the next columns come from the third-level cache or from memory: while these are used, a share of them is
@@ -325,42 +452,75 @@ fn multiply_parts<const X: usize, const W: usize>(
         for first in (0..blocks).step_by(2) {
             // Where there is no second block, the first is multiplied twice.
             let second = (first + 1).min(blocks - 1);
-            let tiles = |block: usize| &x[block * depth * X..(block + 1) * depth * X];
-            multiply_blocks::<X, W>(tiles(first), tiles(second), of_pair(pair), ahead.next().unwrap_or_default(), &mut sums);
-            done(&sums, first * SIDE, pair);
+            let tiles = |block: usize| &x.tiles[block * depth * X..(block + 1) * depth * X];
+            multiply_blocks::<X, W, INT>(tiles(first), tiles(second), of_pair(pair), ahead.next().unwrap_or_default(), &mut sums);
+            let scales = INT.then(|| Scales { rows: &x.scales[first * SIDE..], columns: &weights.scales[pair * 2 * SIDE..] });
+            done(&sums, scales, first * SIDE, pair);
         }
     }
 }
 
-/// Splits `activation(gate) * up` of one block of rows into the tiles of the next product, from column `at` on.
-#[target_feature(enable = "avx512f,avx512bw")]
-fn store_gated(sums: &[[[f32; SIDE]; SIDE]; 2], activation: Activation, bias: Option<(&[f32], &[f32])>, tiles: &mut [TileData], at: usize) {
-    use std::arch::x86_64::*;
-    for (r, (gate, up)) in sums[0].iter().zip(&sums[1]).enumerate() {
-        let (mut gate, mut up) = (*gate, *up);
-        if let Some((gate_bias, up_bias)) = bias {
+/// A block of 16 rows and 16 columns of gate and up, still to be activated and multiplied.
+struct Gated<'a> {
+    sums: &'a [[[f32; SIDE]; SIDE]; 2],
+    scales: Option<Scales<'a>>,
+    activation: Activation,
+    bias: Option<(&'a [f32], &'a [f32])>,
+}
+
+impl Gated<'_> {
+    /// `activation(gate) * up` of a row.
+    #[target_feature(enable = "avx512f,avx512bw")]
+    #[inline]
+    fn row(&self, r: usize) -> [f32; SIDE] {
+        use std::arch::x86_64::*;
+        let [mut gate, mut up] = [0, 1].map(|half| {
+            let scales = self.scales.map(|s| (s.rows[r], &s.columns[half * SIDE..]));
+            let mut row = [0.0; SIDE];
+            // SAFETY: 16 floats.
+            unsafe { _mm512_storeu_ps(row.as_mut_ptr(), worth(&self.sums[half][r], scales)) };
+            row
+        });
+        if let Some((gate_bias, up_bias)) = self.bias {
             gate.iter_mut().zip(gate_bias).for_each(|(v, b)| *v += b);
             up.iter_mut().zip(up_bias).for_each(|(v, b)| *v += b);
         }
-        activation.apply::<true>(&mut gate);
+        self.activation.apply::<true>(&mut gate);
         for (g, u) in gate.iter_mut().zip(up) {
             *g *= u;
         }
-        // SAFETY: 16 floats.
-        let mut rest = unsafe { _mm512_loadu_ps(gate.as_ptr()) };
-        for tile in tiles.iter_mut() {
-            let part = round(rest);
-            let words = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_castps_si512(part)));
-            // SAFETY: 16 words from column `at` of row `r` on.
-            unsafe { _mm256_storeu_si256(tile.0[r * DEPTH + at..][..SIDE].as_mut_ptr().cast(), words) };
-            rest = _mm512_sub_ps(rest, part);
+        gate
+    }
+
+    /// Splits the block into the tiles of the next product, from column `at` on.
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn split(&self, tiles: &mut [TileData], at: usize) {
+        use std::arch::x86_64::*;
+        for r in 0..SIDE {
+            // SAFETY: 16 floats.
+            let mut rest = unsafe { _mm512_loadu_ps(self.row(r).as_ptr()) };
+            for tile in tiles.iter_mut() {
+                let part = round(rest);
+                let words = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_castps_si512(part)));
+                // SAFETY: 16 words from column `at` of row `r` on.
+                unsafe { _mm256_storeu_si256(tile.0[r * DEPTH + at..][..SIDE].as_mut_ptr().cast(), words) };
+                rest = _mm512_sub_ps(rest, part);
+            }
+        }
+    }
+
+    /// Writes the block, or what there is of `rows` if less, to rows that are `stride` floats apart.
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn store(&self, rows: usize, out: &mut [f32], stride: usize) {
+        for r in 0..rows.min(SIDE) {
+            out[r * stride..][..SIDE].copy_from_slice(&self.row(r));
         }
     }
 }
 
 /// Writes or adds sums, or what there is of `rows` and `columns` if less, to rows that are `stride` floats apart.
 #[target_feature(enable = "avx512f")]
-fn store_sums(sums: &Sums, rows: usize, columns: usize, out: &mut [f32], stride: usize, store: Store) {
+fn store_sums(sums: &Sums, scales: Option<Scales<'_>>, rows: usize, columns: usize, out: &mut [f32], stride: usize, store: Store) {
     use std::arch::x86_64::*;
     let columns = columns.min(2 * SIDE);
     for r in 0..rows.min(2 * SIDE) {
@@ -370,7 +530,8 @@ fn store_sums(sums: &Sums, rows: usize, columns: usize, out: &mut [f32], stride:
             let at = line.as_mut_ptr().wrapping_add(half * SIDE);
             // SAFETY: the mask keeps loads and stores inside the line; a row of a tile is 16 floats.
             unsafe {
-                let mut value = _mm512_loadu_ps(sums.0[r / SIDE * 2 + half][r % SIDE].as_ptr());
+                let scales = scales.map(|s| (s.rows[r], &s.columns[half * SIDE..]));
+                let mut value = worth(&sums.0[r / SIDE * 2 + half][r % SIDE], scales);
                 if store == Store::Add {
                     value = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, at), value);
                 }
@@ -381,7 +542,13 @@ fn store_sums(sums: &Sums, rows: usize, columns: usize, out: &mut [f32], stride:
 }
 
 /// Multiplies two blocks of rows by two blocks of columns over all steps of k given. Meanwhile fetches the tiles `ahead` into the second-level cache.
-fn multiply_blocks<const X: usize, const W: usize>(a0: &[TileData], a1: &[TileData], b: &[TileData], ahead: &[TileData], sums: &mut Sums) {
+fn multiply_blocks<const X: usize, const W: usize, const INT: bool>(
+    a0: &[TileData],
+    a1: &[TileData],
+    b: &[TileData],
+    ahead: &[TileData],
+    sums: &mut Sums,
+) {
     assert!(a0.len() == a1.len() && a0.len().is_multiple_of(X) && b.len() == a0.len() / X * 2 * W, "tiles do not fit");
     let mut lines = ahead.iter().flat_map(|t| t.0.as_chunks::<DEPTH>().0);
     let each = (ahead.len() * SIDE).div_ceil(a0.len() / X);
@@ -395,13 +562,14 @@ fn multiply_blocks<const X: usize, const W: usize>(a0: &[TileData], a1: &[TileDa
                 _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast());
             }
             macro_rules! tiles {
-                ($($line:literal),*) => {
+                ($($line:literal),*) => { tiles!("tdpbf16ps"; $($line),*) };
+                ($multiply:literal; $($line:literal),*) => {
                     asm!(
                         $($line,)*
-                        "tdpbf16ps tmm0, tmm4, tmm6",
-                        "tdpbf16ps tmm1, tmm4, tmm7",
-                        "tdpbf16ps tmm2, tmm5, tmm6",
-                        "tdpbf16ps tmm3, tmm5, tmm7",
+                        concat!($multiply, " tmm0, tmm4, tmm6"),
+                        concat!($multiply, " tmm1, tmm4, tmm7"),
+                        concat!($multiply, " tmm2, tmm5, tmm6"),
+                        concat!($multiply, " tmm3, tmm5, tmm7"),
                         "/* {a0} {a1} {b} {s} */",
                         a0 = in(reg) a0.as_ptr(),
                         a1 = in(reg) a1.as_ptr(),
@@ -411,13 +579,23 @@ fn multiply_blocks<const X: usize, const W: usize>(a0: &[TileData], a1: &[TileDa
                     )
                 };
             }
+            macro_rules! once {
+                ($multiply:literal) => {
+                    tiles!(
+                        $multiply;
+                        "tileloadd tmm6, [{b} + {s}*1]",
+                        "tileloadd tmm7, [{b} + {s}*1 + 1024]",
+                        "tileloaddt1 tmm4, [{a0} + {s}*1]",
+                        "tileloaddt1 tmm5, [{a1} + {s}*1]"
+                    )
+                };
+            }
+            if INT {
+                once!("tdpbssd");
+                continue;
+            }
             if X == 1 {
-                tiles!(
-                    "tileloadd tmm6, [{b} + {s}*1]",
-                    "tileloadd tmm7, [{b} + {s}*1 + 1024]",
-                    "tileloaddt1 tmm4, [{a0} + {s}*1]",
-                    "tileloaddt1 tmm5, [{a1} + {s}*1]"
-                );
+                once!("tdpbf16ps");
                 continue;
             }
             // Partial products 11, 12, 22, 21, 31, 13.

@@ -1,7 +1,7 @@
 //! Attention within one sequence, in blocks of queries.
 
-use super::Buffer;
 use super::kernels::{self, Input, Isa, PANEL, Rows, Store};
+use super::{Buffer, Precision};
 
 /// Queries whose scores are held at once: memory for a sequence of n tokens is `QUERIES x n` floats, never n x n.
 const QUERIES: usize = 48;
@@ -21,6 +21,8 @@ pub struct AttentionShape {
     pub window: Option<usize>,
     /// Whether a token sees those before it and itself alone; else all see all, and there is no window.
     pub causal: bool,
+    /// That of the model: in a rounded one, attention runs on tiles of bf16 numbers where the processor has them, else in f32.
+    pub precision: Precision,
 }
 
 impl AttentionShape {
@@ -43,6 +45,8 @@ pub struct AttentionScratch {
     keys: Buffer,
     values: Buffer,
     scores: Buffer,
+    #[cfg(target_arch = "x86_64")]
+    tiles: super::amx::AttentionScratch,
 }
 
 /// Attends each token of one sequence to the tokens that it sees.
@@ -50,8 +54,12 @@ pub struct AttentionScratch {
 /// `qkv` holds a row of queries, keys and values per token ([`AttentionShape::qkv`] floats); `out` gets `heads x head_dim` floats a row. `past` holds the
 /// keys and values ([`AttentionShape::kv`]) of the tokens before them in a causal sequence: the rows of `out` are those of the whole sequence, bit for bit.
 pub fn attention(shape: AttentionShape, past: &[f32], qkv: &[f32], out: &mut [f32], scratch: &mut AttentionScratch) {
+    #[cfg(target_arch = "x86_64")]
+    if shape.precision != Precision::F32 && shape.causal && super::amx::available() {
+        return super::amx::attention(shape, past, qkv, out, &mut scratch.tiles);
+    }
     let isa = Isa::best();
-    let AttentionShape { heads, kv_heads, head_dim, scale, window, causal } = shape;
+    let AttentionShape { heads, kv_heads, head_dim, scale, window, causal, .. } = shape;
     let (row, group, width) = (shape.qkv(), heads / kv_heads, heads * head_dim);
     let before_all = past.len() / shape.kv();
     let tokens = before_all + qkv.len() / row;
@@ -110,12 +118,16 @@ mod tests {
     #[test]
     fn equals_the_definition_for_every_length_and_window_and_ignores_what_follows() {
         for window in [None, Some(1), Some(7), Some(48), Some(60), Some(200)] {
-            check(AttentionShape { heads: 4, kv_heads: 2, head_dim: 40, scale: 0.2, window, causal: true });
+            for (precision, off) in [(Precision::F32, 1e-5), (Precision::Bf16, 2e-2)] {
+                check(AttentionShape { heads: 4, kv_heads: 2, head_dim: 40, scale: 0.2, window, causal: true, precision }, off);
+            }
         }
-        check(AttentionShape { heads: 4, kv_heads: 2, head_dim: 40, scale: 0.2, window: None, causal: false });
+        let shape =
+            AttentionShape { heads: 4, kv_heads: 2, head_dim: 40, scale: 0.2, window: None, causal: false, precision: Precision::F32 };
+        check(shape, 1e-5);
     }
 
-    fn check(shape: AttentionShape) {
+    fn check(shape: AttentionShape, off: f64) {
         let row = shape.qkv();
         let tokens = 117;
         let qkv: Vec<f32> = (0..tokens * row).map(|i| ((i * 7919 % 1009) as f32 / 1009.0 - 0.5) * 3.0).collect();
@@ -135,7 +147,7 @@ mod tests {
                 for i in 0..40 {
                     let exact: f64 =
                         (from..=to).map(|j| (raw[j - from] - top).exp() / sum * f64::from(at(j, (6 + head / 2) * 40)[i])).sum();
-                    assert!((f64::from(whole[t * 160 + head * 40 + i]) - exact).abs() < 1e-5);
+                    assert!((f64::from(whole[t * 160 + head * 40 + i]) - exact).abs() < off);
                 }
             }
         }

@@ -75,6 +75,8 @@ pub enum Precision {
     F32,
     /// Weights and inputs of linear layers rounded to bf16, the upper half of a float.
     Bf16,
+    /// Weights and inputs of linear layers rotated and rounded to 8-bit integers.
+    Int8,
 }
 
 impl Precision {
@@ -84,6 +86,7 @@ impl Precision {
         match self {
             Self::F32 => "f32",
             Self::Bf16 => "bf16",
+            Self::Int8 => "int8",
         }
     }
 }

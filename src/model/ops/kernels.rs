@@ -37,7 +37,7 @@ impl Isa {
         #[cfg(target_arch = "x86_64")]
         {
             let fma = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
-            if fma && is_x86_feature_detected!("avx512f") {
+            if fma && is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw") {
                 all.push(Self::Avx512);
             }
             if fma {
@@ -415,6 +415,129 @@ fn dot_pairs_body<const F: bool>(x: &[u32], rows: usize, row: usize, panel: &[u3
 }
 
 dispatched! {
+    /// [`quantise`] as a loop.
+    fn quantise_loop(x: &[f32], rotated: &mut [f32], out: &mut [u8], stride: usize) -> f32 = quantise_body
+}
+
+/// Turns numbers into 8-bit integers and returns what one is worth: blocks of [`SPREAD`] (the last filled up with zeros) are multiplied by a
+/// Hadamard matrix, and all of them scaled so that the largest becomes 127. Blocks of integers are written `stride` bytes apart;
+/// `rotated` is a buffer of as many floats as there are integers. Numbers that are not finite make the returned scale so.
+pub(super) fn quantise(isa: Isa, x: &[f32], rotated: &mut [f32], out: &mut [u8], stride: usize) -> f32 {
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Avx512 {
+        // SAFETY: an `Isa` is only made for what the processor was found to have.
+        return unsafe { quantise_avx512(x, rotated, out, stride) };
+    }
+    quantise_loop(isa, x, rotated, out, stride)
+}
+
+/// What an integer is worth where `top` becomes 127, and how many integers a unit is.
+#[inline(always)]
+fn steps(top: f32) -> (f32, f32) {
+    (top / 127.0, if top > 1e-30 { 127.0 / top } else { 0.0 })
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn quantise_avx512(x: &[f32], rotated: &mut [f32], out: &mut [u8], stride: usize) -> f32 {
+    use std::arch::x86_64::*;
+    let sign = |distance: u16| {
+        let minus = (0..16).filter(|i| i & distance != 0).fold(0, |mask: u16, i| mask | 1 << i);
+        _mm512_mask_blend_ps(minus, _mm512_set1_ps(1.0), _mm512_set1_ps(-1.0))
+    };
+    let signs = [sign(8), sign(4), sign(2), sign(1)];
+    let absolute = _mm512_set1_epi32(0x7fff_ffff);
+    let mut tops = _mm512_setzero_si512();
+    let blocks = x.len().div_ceil(SPREAD);
+    let rotated = &mut rotated.as_chunks_mut::<SPREAD>().0[..blocks];
+    for (x, rotated) in x.chunks(SPREAD).zip(rotated.iter_mut()) {
+        let [a, b, c, d] = std::array::from_fn(|i| {
+            let left = x.len().saturating_sub(i * 16).min(16);
+            // SAFETY: the mask keeps the load inside the block.
+            unsafe { _mm512_maskz_loadu_ps(((1_u32 << left) - 1) as u16, x.as_ptr().wrapping_add(i * 16)) }
+        });
+        let (a, b, c, d) = (_mm512_add_ps(a, c), _mm512_add_ps(b, d), _mm512_sub_ps(a, c), _mm512_sub_ps(b, d));
+        let v = [_mm512_add_ps(a, b), _mm512_sub_ps(a, b), _mm512_add_ps(c, d), _mm512_sub_ps(c, d)];
+        for (v, line) in v.into_iter().zip(rotated.as_chunks_mut::<16>().0) {
+            // Each number and the one at a distance: the sum where it is the first of both, else the difference.
+            let v = _mm512_fmadd_ps(v, signs[0], _mm512_shuffle_f32x4::<0b01_00_11_10>(v, v));
+            let v = _mm512_fmadd_ps(v, signs[1], _mm512_shuffle_f32x4::<0b10_11_00_01>(v, v));
+            let v = _mm512_fmadd_ps(v, signs[2], _mm512_permute_ps::<0b01_00_11_10>(v));
+            let v = _mm512_fmadd_ps(v, signs[3], _mm512_permute_ps::<0b10_11_00_01>(v));
+            tops = _mm512_max_epu32(tops, _mm512_and_si512(_mm512_castps_si512(v), absolute));
+            // SAFETY: 16 floats.
+            unsafe { _mm512_storeu_ps(line.as_mut_ptr(), v) };
+        }
+    }
+    let (scale, inverse) = steps(f32::from_bits(_mm512_reduce_max_epu32(tops)));
+    let inverse = _mm512_set1_ps(inverse);
+    // Packing goes by quarters of registers: quarter `q` of register `r` is put where it belongs.
+    let order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    for (rotated, out) in rotated.iter().zip(out.chunks_mut(stride)) {
+        // SAFETY: 64 floats in, 64 bytes out.
+        unsafe {
+            let [a, b, c, d] =
+                std::array::from_fn(|i| _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(rotated.as_ptr().add(i * 16)), inverse)));
+            let bytes = _mm512_packs_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));
+            _mm512_storeu_si512(out[..SPREAD].as_mut_ptr().cast(), _mm512_permutexvar_epi32(order, bytes));
+        }
+    }
+    scale
+}
+
+/// Numbers that a Hadamard matrix mixes.
+pub(super) const SPREAD: usize = 64;
+
+/// Multiplies by the Hadamard matrix of order 64 (without its factor of 1/8): sums and differences at distances of 32, 16, 8, 4, 2 and 1.
+#[inline(always)]
+fn hadamard(v: &mut [[f32; 16]; 4]) {
+    for distance in [2, 1] {
+        for i in (0..4).filter(|i| i & distance == 0) {
+            for lane in 0..16 {
+                let (a, b) = (v[i][lane], v[i + distance][lane]);
+                (v[i][lane], v[i + distance][lane]) = (a + b, a - b);
+            }
+        }
+    }
+    for v in v {
+        macro_rules! lanes {
+            ($($distance:literal)+) => {
+                $(let other: [f32; 16] = std::array::from_fn(|i| v[i ^ $distance]);
+                *v = std::array::from_fn(|i| other[i] + if i & $distance == 0 { v[i] } else { -v[i] });)+
+            };
+        }
+        lanes!(8 4 2 1);
+    }
+}
+
+#[inline(always)]
+fn quantise_body<const F: bool>(x: &[f32], rotated: &mut [f32], out: &mut [u8], stride: usize) -> f32 {
+    // By their bits, so that what is not a number is the largest of all.
+    let mut tops = [0_u32; 16];
+    let blocks = x.len().div_ceil(SPREAD);
+    let rotated = &mut rotated.as_chunks_mut::<SPREAD>().0[..blocks];
+    for (x, rotated) in x.chunks(SPREAD).zip(rotated.iter_mut()) {
+        let mut v = [[0.0_f32; 16]; 4];
+        v.as_flattened_mut()[..x.len()].copy_from_slice(x);
+        hadamard(&mut v);
+        for v in &v {
+            for (top, v) in tops.iter_mut().zip(v) {
+                *top = (*top).max(v.to_bits() & 0x7fff_ffff);
+            }
+        }
+        rotated.copy_from_slice(v.as_flattened());
+    }
+    let (scale, inverse) = steps(f32::from_bits(tops.iter().copied().fold(0, u32::max)));
+    for (rotated, out) in rotated.iter().zip(out.chunks_mut(stride)) {
+        for (out, v) in out[..SPREAD].iter_mut().zip(rotated) {
+            // Adding 1.5 * 2^23 rounds to an integer, ties to even, whose two's complement the lowest bits then are.
+            *out = (v * inverse + 12_582_912.0).to_bits() as u8;
+        }
+    }
+    scale
+}
+
+dispatched! {
     /// Splits floats into three bf16 parts each, rounded to nearest, that add up to it: all first parts, then all second, then all third.
     fn split_parts(x: &[f32], parts: &mut [u16]) = split_parts_body
 }
@@ -484,7 +607,7 @@ fn rms_norm_in_place_body<const F: bool>(x: &mut [f32], weight: &[f32], eps: f32
 
 /// e^x to about 1 ulp for x in [-87, 88], 0 below, clamped above: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2].
 #[inline(always)]
-fn exp<const F: bool>(x: f32) -> f32 {
+pub(super) fn exp<const F: bool>(x: f32) -> f32 {
     const MAGIC: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to an integer
     let clamped = x.clamp(-87.0, 88.0);
     let shifted = fma::<F>(clamped, std::f32::consts::LOG2_E, MAGIC);

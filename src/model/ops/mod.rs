@@ -9,6 +9,7 @@ mod bf16;
 mod delta;
 mod device;
 mod head;
+mod int8;
 mod kernels;
 mod memory;
 
@@ -66,6 +67,7 @@ enum Packed {
     #[cfg(target_arch = "x86_64")]
     Tiles(amx::Weights),
     Bf16(bf16::Weights),
+    Int8(int8::Weights),
     Device(device::Weights),
 }
 
@@ -74,6 +76,7 @@ enum Packed {
 struct ProductScratch {
     packed: Block<f32>,
     pairs: Block<u32>,
+    integers: int8::Scratch,
     #[cfg(target_arch = "x86_64")]
     tiles: amx::Scratch,
 }
@@ -105,11 +108,12 @@ impl Linear {
             let weights = Packed::Tiles(amx::Weights::pack(device::precision(), inputs, outputs, rows()));
             return Ok(Self { inputs, outputs, weights, bias });
         }
-        if device::precision() == Precision::Bf16 {
-            let weights = Packed::Bf16(bf16::Weights::pack(inputs, outputs, rows()));
-            return Ok(Self { inputs, outputs, weights, bias });
-        }
-        Ok(Self { inputs, outputs, weights: Self::panels(inputs, outputs, rows()), bias })
+        let weights = match device::precision() {
+            Precision::F32 => Self::panels(inputs, outputs, rows()),
+            Precision::Bf16 => Packed::Bf16(bf16::Weights::pack(inputs, outputs, rows())),
+            Precision::Int8 => Packed::Int8(int8::Weights::pack(inputs, outputs, rows())),
+        };
+        Ok(Self { inputs, outputs, weights, bias })
     }
 
     fn panels<'a>(inputs: usize, outputs: usize, rows: impl Iterator<Item = &'a [f32]>) -> Packed {
@@ -151,6 +155,7 @@ impl Linear {
                 kernels::product(Isa::best(), input, panels, self.outputs, out, self.outputs, store);
             }
             Packed::Bf16(weights) => bf16::product(bf16::Way::best(), x, weights, &mut scratch.pairs, out, store),
+            Packed::Int8(weights) => int8::product(int8::Way::best(), x, weights, &mut scratch.integers, out, store),
             // Taken above.
             Packed::Device(_) => {}
         });
@@ -176,6 +181,8 @@ pub struct GatedFeedForward {
     activation: Activation,
     gate_up: Linear,
     down: Linear,
+    /// Whether gate and up are packed to be one operation with down.
+    fused: bool,
 }
 
 /// Buffers of feed-forward layers.
@@ -201,12 +208,13 @@ impl GatedFeedForward {
         let width = gate_up[0].len() / inputs.max(1);
         let down = Linear::pack(width, &[down], down_bias)?;
         #[cfg(target_arch = "x86_64")]
-        if amx::available() && device::place().is_none() {
+        if amx::available() && device::place().is_none() && amx::fuses(device::precision(), inputs) {
             let [gate, up] = &gate_up;
             let weights = Packed::Tiles(amx::Weights::pack_gated(device::precision(), inputs, gate, up));
-            return Ok(Self { inputs, activation, gate_up: Linear { inputs, outputs: 2 * width, weights, bias: gate_up_bias }, down });
+            let gate_up = Linear { inputs, outputs: 2 * width, weights, bias: gate_up_bias };
+            return Ok(Self { inputs, activation, gate_up, down, fused: true });
         }
-        Ok(Self { inputs, activation, gate_up: Linear::pack(inputs, &gate_up, gate_up_bias)?, down })
+        Ok(Self { inputs, activation, gate_up: Linear::pack(inputs, &gate_up, gate_up_bias)?, down, fused: false })
     }
 
     /// Adds the layer's output for each row of `x` to `out` (both `rows x inputs`).
@@ -215,7 +223,7 @@ impl GatedFeedForward {
     /// [`ModelError::Device`] if an accelerator fails.
     pub fn add(&self, x: &[f32], out: &mut [f32], scratch: &mut FeedForwardScratch) -> Result<(), ModelError> {
         #[cfg(target_arch = "x86_64")]
-        if let (Packed::Tiles(gate_up), Packed::Tiles(down)) = (&self.gate_up.weights, &self.down.weights) {
+        if let (true, Packed::Tiles(gate_up), Packed::Tiles(down)) = (self.fused, &self.gate_up.weights, &self.down.weights) {
             let x = Rows { data: x, rows: x.len() / self.inputs, width: self.inputs, stride: self.inputs };
             let bias = self.gate_up.bias.as_deref();
             PRODUCT.with_borrow_mut(|product| amx::gated(x, self.activation, gate_up, bias, down, &mut product.tiles, out));
@@ -510,7 +518,7 @@ mod tests {
     #[test]
     fn gated_layers_match_f64_on_ragged_shapes_and_rows_are_independent() {
         // More inputs and a wider layer than go through the tile unit in one go, and shapes that fill no tile.
-        for (inputs, width, rows) in [(40, 50, 70), (33, 900, 5), (1600, 17, 33), (16, 16, 1)] {
+        for (inputs, width, rows) in [(40, 50, 70), (33, 900, 5), (1600, 17, 33), (16, 16, 1), (70, 1700, 40)] {
             let scaled = |n: usize, seed: u64| floats(n, seed).into_iter().map(|v| v * 0.2).collect::<Vec<f32>>();
             let (gate, up, down) = (scaled(width * inputs, 1), scaled(width * inputs, 2), scaled(width * inputs, 3));
             let (x, bias, down_bias) = (scaled(rows * inputs, 4), scaled(2 * width, 5), scaled(inputs, 6));
@@ -530,17 +538,33 @@ mod tests {
                     Linear { inputs, outputs, weights: packed, bias: Some(bias.to_vec()) }
                 };
                 let gate_up = panels(inputs, &[gate.clone(), up.clone()].concat(), &bias);
-                let plain = GatedFeedForward { inputs, activation, gate_up, down: panels(width, &down, &down_bias) };
+                let plain = GatedFeedForward { inputs, activation, gate_up, down: panels(width, &down, &down_bias), fused: false };
                 // And as an accelerator runs it, on candle's own processor.
                 let there = placed(Some(candle_core::Device::Cpu), Precision::F32, || {
                     let gate_up = [gate.clone(), up.clone()];
                     GatedFeedForward::pack(inputs, activation, gate_up, Some(bias.clone()), down.clone(), Some(down_bias.clone()))
                 });
-                let rounded = placed(None, Precision::Bf16, || {
-                    let gate_up = [gate.clone(), up.clone()];
-                    GatedFeedForward::pack(inputs, activation, gate_up, Some(bias.clone()), down.clone(), Some(down_bias.clone()))
+                let [rounded, integers] = [Precision::Bf16, Precision::Int8].map(|precision| {
+                    placed(None, precision, || {
+                        let gate_up = [gate.clone(), up.clone()];
+                        GatedFeedForward::pack(inputs, activation, gate_up, Some(bias.clone()), down.clone(), Some(down_bias.clone()))
+                            .unwrap()
+                    })
                 });
-                for (layer, off) in [(layer.unwrap(), 2e-5), (plain, 2e-5), (there.unwrap(), 2e-5), (rounded.unwrap(), 2e-2)] {
+                // In integers, every processor has the same bits.
+                let words = |inputs: usize, weights: &[f32], bias: &[f32]| {
+                    let outputs = weights.len() / inputs;
+                    let packed = Packed::Int8(int8::Weights::pack(inputs, outputs, weights.chunks_exact(inputs)));
+                    Linear { inputs, outputs, weights: packed, bias: Some(bias.to_vec()) }
+                };
+                let gate_up = words(inputs, &[gate.clone(), up.clone()].concat(), &bias);
+                let everywhere = GatedFeedForward { inputs, activation, gate_up, down: words(width, &down, &down_bias), fused: false };
+                let [mut here, mut elsewhere] = [vec![1.0; rows * inputs], vec![1.0; rows * inputs]];
+                integers.add(&x, &mut here, &mut FeedForwardScratch::default()).unwrap();
+                everywhere.add(&x, &mut elsewhere, &mut FeedForwardScratch::default()).unwrap();
+                assert!(here == elsewhere, "{inputs} {width}");
+                let all = [(layer.unwrap(), 2e-5), (plain, 2e-5), (there.unwrap(), 2e-5), (rounded, 2e-2), (integers, 4e-2)];
+                for (layer, off) in all {
                     let mut scratch = FeedForwardScratch::default();
                     let mut out = vec![1.0; rows * inputs];
                     layer.add(&x, &mut out, &mut scratch).unwrap();
@@ -562,7 +586,7 @@ mod tests {
                         }
                         let mut alone = vec![1.0; inputs];
                         layer.add(x, &mut alone, &mut scratch).unwrap();
-                        assert_eq!(alone, out[r * inputs..][..inputs]);
+                        assert!(alone == out[r * inputs..][..inputs]);
                     }
                 }
             }

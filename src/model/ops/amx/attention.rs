@@ -1,0 +1,183 @@
+//! Attention within one sequence on the tile unit: queries, keys, values and weights rounded to bf16, sums and the softmax in f32.
+//!
+//! Keys and values lie in tiles of 32 tokens that begin at multiples of 32, whatever a query sees of them, so that a row has the same bits in any sequence.
+
+use std::arch::x86_64::*;
+use std::ops::Range;
+
+use super::{DEPTH, SIDE, Sums, TileData, ZERO, multiply_blocks, odd_words, pack_rows, round, with_tiles};
+use crate::model::ops::attention::AttentionShape;
+use crate::model::ops::kernels::{Rows, exp};
+use crate::model::ops::memory::Block;
+
+/// Queries that are attended at once.
+const QUERIES: usize = 2 * SIDE;
+
+/// Buffers of [`attention`].
+#[derive(Debug, Default)]
+pub(in crate::model::ops) struct AttentionScratch {
+    keys: Block<TileData>,
+    values: Block<TileData>,
+    queries: Block<TileData>,
+    /// Scores of the queries with 32 keys each.
+    scores: Block<Sums>,
+    /// Their exponentials.
+    weights: Block<TileData>,
+}
+
+/// As [`attention`](crate::model::ops::attention()), for a causal sequence. Must only be called where the tile unit is [`available`](super::available).
+///
+/// Panics if a slice is shorter than its shape says, which is a mistake of the caller in this module tree.
+pub(in crate::model::ops) fn attention(shape: AttentionShape, past: &[f32], qkv: &[f32], out: &mut [f32], scratch: &mut AttentionScratch) {
+    // SAFETY: where tiles are used, the processor has these instructions.
+    with_tiles(|| unsafe { attend(shape, past, qkv, out, scratch) });
+}
+
+#[target_feature(enable = "avx512f,avx512bw")]
+fn attend(shape: AttentionShape, past: &[f32], qkv: &[f32], out: &mut [f32], scratch: &mut AttentionScratch) {
+    let AttentionShape { heads, kv_heads, head_dim, scale, window, .. } = shape;
+    let (row, group, width) = (shape.qkv(), heads / kv_heads, heads * head_dim);
+    let before_all = past.len() / shape.kv();
+    let tokens = before_all + qkv.len() / row;
+    let (depth, all, pairs) = (head_dim.div_ceil(DEPTH), tokens.div_ceil(DEPTH), head_dim.div_ceil(2 * SIDE));
+    let AttentionScratch { keys, values, queries, scores, weights } = scratch;
+    keys.reserve(all * 2 * depth, ZERO);
+    values.reserve(all * 2 * pairs, ZERO);
+    // Keys and values of a token.
+    let kept = |t: usize| match t.checked_sub(before_all) {
+        None => &past[t * shape.kv()..][..shape.kv()],
+        Some(t) => &qkv[t * row + width..][..shape.kv()],
+    };
+    for kv in 0..kv_heads {
+        let part = |from: usize| move |t: usize| (t < tokens).then(|| &kept(t)[(from + kv) * head_dim..][..head_dim]);
+        pack_keys(tokens, part(0), keys, depth);
+        pack_values(all, part(kv_heads), values, pairs);
+        for head in kv * group..(kv + 1) * group {
+            for first in (before_all..tokens).step_by(QUERIES) {
+                let rows = QUERIES.min(tokens - first);
+                let before = |query: usize| window.map_or(0, |window| (query + 1).saturating_sub(window));
+                let steps = before(first) / DEPTH..(first + rows).div_ceil(DEPTH);
+                scores.reserve(steps.len(), Sums::ZERO);
+                weights.reserve(2 * steps.len(), ZERO);
+                let data = &qkv[(first - before_all) * row + head * head_dim..];
+                pack_rows(Rows { data, rows, width: head_dim, stride: row }, 1, queries);
+                // Where there is no second block, the first is multiplied twice.
+                let second = (rows - 1) / SIDE;
+                let (a0, a1) = (&queries[..depth], &queries[second * depth..][..depth]);
+                for (step, scores) in steps.clone().zip(scores.iter_mut()) {
+                    multiply_blocks::<1, 1, false>(a0, a1, &keys[step * depth * 2..][..depth * 2], &[], scores);
+                }
+                let mut inverse = [0.0; QUERIES];
+                for (r, inverse) in inverse.iter_mut().enumerate().take(rows) {
+                    let sees = before(first + r)..first + r + 1;
+                    let weights = &mut weights[r / SIDE * steps.len()..][..steps.len()];
+                    *inverse = 1.0 / exponentials(&scores[..steps.len()], r, steps.start * DEPTH, sees, scale, weights);
+                }
+                let (a0, a1) = (&weights[..steps.len()], &weights[second * steps.len()..][..steps.len()]);
+                for pair in 0..pairs {
+                    let mut sums = Sums::ZERO;
+                    multiply_blocks::<1, 1, false>(a0, a1, &values[(pair * all + steps.start) * 2..][..steps.len() * 2], &[], &mut sums);
+                    let columns = (head_dim - pair * 2 * SIDE).min(2 * SIDE);
+                    for (r, inverse) in inverse.iter().enumerate().take(rows) {
+                        let line = &mut out[(first - before_all + r) * width + head * head_dim + pair * 2 * SIDE..][..columns];
+                        for (half, line) in line.chunks_mut(SIDE).enumerate() {
+                            for (out, sum) in line.iter_mut().zip(&sums.0[r / SIDE * 2 + half][r % SIDE]) {
+                                *out = sum * inverse;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The lanes of `from..to` in a register that begins at `at`.
+fn lanes(range: &Range<usize>, at: usize) -> __mmask16 {
+    let below = |end: usize| ((1_u32 << end.saturating_sub(at).min(SIDE)) - 1) as __mmask16;
+    below(range.end) & !below(range.start)
+}
+
+/// Writes `e^(scale * (score - largest))` of query `r` for the keys that it sees into its row of the tiles, and 0 for all others; returns their sum. The
+/// scores begin at key `start`.
+#[target_feature(enable = "avx512f,avx512bw")]
+fn exponentials(scores: &[Sums], r: usize, start: usize, sees: Range<usize>, scale: f32, tiles: &mut [TileData]) -> f32 {
+    let odd = odd_words();
+    let halves = |scores: &Sums, step: usize| {
+        [0, 1].map(|half| {
+            let mask = lanes(&sees, start + step * DEPTH + half * SIDE);
+            // SAFETY: 16 floats.
+            (mask, unsafe { _mm512_loadu_ps(scores.0[r / SIDE * 2 + half][r % SIDE].as_ptr()) })
+        })
+    };
+    let mut top = _mm512_set1_ps(f32::NEG_INFINITY);
+    for (step, scores) in scores.iter().enumerate() {
+        for (mask, v) in halves(scores, step) {
+            top = _mm512_mask_max_ps(top, mask, top, v);
+        }
+    }
+    let (top, scale) = (_mm512_set1_ps(_mm512_reduce_max_ps(top)), _mm512_set1_ps(scale));
+    let mut sum = _mm512_setzero_ps();
+    for ((step, scores), tile) in scores.iter().enumerate().zip(tiles) {
+        let parts = halves(scores, step).map(|(mask, v)| {
+            if mask == 0 {
+                return _mm512_setzero_ps();
+            }
+            let mut x = [0.0; SIDE];
+            // SAFETY: 16 floats.
+            unsafe {
+                _mm512_storeu_ps(x.as_mut_ptr(), _mm512_mul_ps(_mm512_sub_ps(v, top), scale));
+                x.iter_mut().for_each(|v| *v = exp::<true>(*v));
+                _mm512_maskz_loadu_ps(mask, x.as_ptr())
+            }
+        });
+        sum = _mm512_add_ps(sum, _mm512_add_ps(parts[0], parts[1]));
+        let words = _mm512_permutex2var_epi16(_mm512_castps_si512(round(parts[0])), odd, _mm512_castps_si512(round(parts[1])));
+        // SAFETY: row `r` of a tile is 64 bytes.
+        unsafe { _mm512_store_si512(tile.0[r % SIDE * DEPTH..][..DEPTH].as_mut_ptr().cast(), words) };
+    }
+    _mm512_reduce_add_ps(sum)
+}
+
+/// A row's numbers from `at` on, up to 16, rounded to bf16.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn sixteen(row: &[f32], at: usize) -> __m512 {
+    let mask = ((1_u32 << row.len().saturating_sub(at).min(SIDE)) - 1) as __mmask16;
+    // SAFETY: the mask keeps the load inside the row.
+    round(unsafe { _mm512_maskz_loadu_ps(mask, row.as_ptr().wrapping_add(at)) })
+}
+
+/// Keys as columns: for each pair of blocks of 16 keys, each step along a head, both blocks.
+#[target_feature(enable = "avx512f,avx512bw")]
+fn pack_keys<'a>(tokens: usize, row: impl Fn(usize) -> Option<&'a [f32]>, tiles: &mut [TileData], depth: usize) {
+    let odd = odd_words();
+    let lines = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(SIDE as i32));
+    for (t, row) in (0..tokens).map_while(|t| Some((t, row(t)?))) {
+        for step in 0..depth {
+            let [low, high] = [0, SIDE].map(|half| _mm512_castps_si512(sixteen(row, step * DEPTH + half)));
+            let tile = &mut tiles[(t / DEPTH * depth + step) * 2 + t / SIDE % 2];
+            let column = tile.0.as_mut_ptr().cast::<i32>().wrapping_add(t % SIDE);
+            // SAFETY: word `t % 16` of each of the 16 lines of a tile.
+            unsafe { _mm512_i32scatter_epi32::<4>(column, lines, _mm512_permutex2var_epi16(low, odd, high)) };
+        }
+    }
+}
+
+/// Values as rows: for each pair of blocks of 16 numbers of a head, each step of 32 tokens, both blocks. Tokens that are not there are zeros.
+#[target_feature(enable = "avx512f,avx512bw")]
+fn pack_values<'a>(steps: usize, row: impl Fn(usize) -> Option<&'a [f32]>, tiles: &mut [TileData], pairs: usize) {
+    for step in 0..steps {
+        for line in 0..SIDE {
+            let token = step * DEPTH + 2 * line;
+            let rows = [token, token + 1].map(|t| row(t).unwrap_or_default());
+            for block in 0..2 * pairs {
+                let [first, second] = rows.map(|row| _mm512_castps_si512(sixteen(row, block * SIDE)));
+                let tile = &mut tiles[(block / 2 * steps + step) * 2 + block % 2];
+                let words = _mm512_or_si512(_mm512_srli_epi32::<16>(first), second);
+                // SAFETY: a line of a tile is 64 bytes.
+                unsafe { _mm512_store_si512(tile.0[line * DEPTH..][..DEPTH].as_mut_ptr().cast(), words) };
+            }
+        }
+    }
+}
