@@ -66,7 +66,7 @@ fn ways(document: u32) -> Vec<Way> {
 
 /// Scores all documents and cuts them as the presets do.
 fn run(trunk: &Arc<dyn model::Trunk>, spec: &ScoreSpec, documents: &[Document], threads: usize) -> Outcome {
-    let options = EngineOptions { threads, batch_tokens: 3456, stage_memory: 1 << 30 };
+    let options = EngineOptions { threads, batch_tokens: 1024, stage_memory: 1 << 30 };
     let engine = Engine::new(Arc::clone(trunk), spec.clone(), options).unwrap();
     let began = Instant::now();
     let all = futures::executor::block_on(futures::future::join_all(documents.iter().map(|d| engine.score(d.clone()))));

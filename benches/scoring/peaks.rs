@@ -30,6 +30,7 @@ pub fn peaks(threads: usize) -> Vec<Peak> {
         }
         if x86::tiles() {
             units.push(("bf16 tiles", x86::bf16_tiles));
+            units.push(("int8 tiles", x86::int8_tiles));
         }
     }
     let measure = |run: fn(u64) -> f64| {
@@ -86,7 +87,7 @@ mod x86 {
     /// Whether there are tiles that the system lets us use.
     pub fn tiles() -> bool {
         let leaf = __cpuid(0).eax;
-        let bits = 1 << 22 | 1 << 24;
+        let bits = 1 << 22 | 1 << 24 | 1 << 25;
         if !cfg!(target_os = "linux") || leaf < 7 || __cpuid_count(7, 0).edx & bits != bits {
             return false;
         }
@@ -98,42 +99,49 @@ mod x86 {
         result == 0
     }
 
-    /// Runs so many rounds, and says how many operations that was.
-    pub fn bf16_tiles(rounds: u64) -> f64 {
-        #[repr(C, align(64))]
-        struct Config([u8; 64]);
-        let mut config = Config([0; 64]);
-        config.0[0] = 1;
-        for tile in 0..8 {
-            config.0[16 + 2 * tile] = 64;
-            config.0[48 + tile] = 16;
-        }
-        let rounds = rounds / 8;
-        // SAFETY: tiles were found and allowed; the configuration is valid.
-        unsafe {
-            asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly));
-            asm!(
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "tilezero tmm2",
-                "tilezero tmm3",
-                "tilezero tmm4",
-                "tilezero tmm5",
-                "tilezero tmm6",
-                "tilezero tmm7",
-                options(nostack, nomem)
-            );
-            for _ in 0..rounds {
-                asm!(
-                    "tdpbf16ps tmm0, tmm4, tmm6",
-                    "tdpbf16ps tmm1, tmm4, tmm7",
-                    "tdpbf16ps tmm2, tmm5, tmm6",
-                    "tdpbf16ps tmm3, tmm5, tmm7",
-                    options(nostack, nomem)
-                );
+    macro_rules! tile_peak {
+        ($name:ident, $multiply:literal, $depth:literal) => {
+            /// Runs so many rounds, and says how many operations that was.
+            pub fn $name(rounds: u64) -> f64 {
+                #[repr(C, align(64))]
+                struct Config([u8; 64]);
+                let mut config = Config([0; 64]);
+                config.0[0] = 1;
+                for tile in 0..8 {
+                    config.0[16 + 2 * tile] = 64;
+                    config.0[48 + tile] = 16;
+                }
+                let rounds = rounds / 8;
+                // SAFETY: tiles were found and allowed; the configuration is valid.
+                unsafe {
+                    asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly));
+                    asm!(
+                        "tilezero tmm0",
+                        "tilezero tmm1",
+                        "tilezero tmm2",
+                        "tilezero tmm3",
+                        "tilezero tmm4",
+                        "tilezero tmm5",
+                        "tilezero tmm6",
+                        "tilezero tmm7",
+                        options(nostack, nomem)
+                    );
+                    for _ in 0..rounds {
+                        asm!(
+                            concat!($multiply, " tmm0, tmm4, tmm6"),
+                            concat!($multiply, " tmm1, tmm4, tmm7"),
+                            concat!($multiply, " tmm2, tmm5, tmm6"),
+                            concat!($multiply, " tmm3, tmm5, tmm7"),
+                            options(nostack, nomem)
+                        );
+                    }
+                    asm!("tilerelease", options(nostack, nomem));
+                }
+                rounds as f64 * 4.0 * 2.0 * 16.0 * 16.0 * $depth
             }
-            asm!("tilerelease", options(nostack, nomem));
-        }
-        rounds as f64 * 4.0 * 2.0 * 16.0 * 16.0 * 32.0
+        };
     }
+
+    tile_peak!(bf16_tiles, "tdpbf16ps", 32.0);
+    tile_peak!(int8_tiles, "tdpbssd", 64.0);
 }

@@ -56,7 +56,7 @@ impl Config {
     }
 
     /// Loads the trunk.
-    pub(super) fn load(self, weights: &mut Weights, load: Load) -> Result<Arc<dyn Trunk>, ModelError> {
+    pub(super) fn load(self, weights: &Weights, load: Load) -> Result<Arc<dyn Trunk>, ModelError> {
         Ok(match self {
             Self::Llama(config) => Arc::new(Llama::load(config, weights, load)?),
             Self::Gpt2(config) => Arc::new(Gpt2::load(config, weights, load)?),

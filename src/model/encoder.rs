@@ -260,7 +260,7 @@ impl Encoder {
     /// [`ModelError`] if a file is missing, damaged, or asks for what is not supported.
     pub fn load(dir: &Path) -> Result<Self, ModelError> {
         let Description { config: c, activation, pooling, max_tokens } = Description::read(dir)?;
-        let mut weights = Weights::open_hub(dir)?;
+        let weights = Weights::open_hub(dir)?;
         let (hidden, wide) = (c.hidden_size, c.intermediate_size);
         let tokens = weights.get("embeddings.word_embeddings.weight", &[c.vocab_size, hidden])?;
         let mut positions = weights.get("embeddings.position_embeddings.weight", &[c.max_position_embeddings, hidden])?;
@@ -268,18 +268,18 @@ impl Encoder {
         for row in positions.chunks_exact_mut(hidden) {
             row.iter_mut().zip(&types).for_each(|(p, t)| *p += t);
         }
-        let norm = |weights: &mut Weights, name: &str| -> Result<LayerNorm, ModelError> {
-            let mut get = |part: &str| weights.get(&format!("{name}.LayerNorm.{part}"), &[hidden]);
+        let norm = |weights: &Weights, name: &str| -> Result<LayerNorm, ModelError> {
+            let get = |part: &str| weights.get(&format!("{name}.LayerNorm.{part}"), &[hidden]);
             Ok(LayerNorm::new(get("weight")?, get("bias")?, c.layer_norm_eps))
         };
-        let first_norm = norm(&mut weights, "embeddings")?;
+        let first_norm = norm(&weights, "embeddings")?;
         let mut blocks = Vec::new();
         for layer in 0..c.num_hidden_layers {
             let at = |name: &str| format!("encoder.layer.{layer}.{name}");
-            let mut linear = |names: &[&str], inputs: usize, outputs: usize| {
+            let linear = |names: &[&str], inputs: usize, outputs: usize| {
                 let (mut rows, mut bias) = (Vec::new(), Vec::new());
                 for name in names {
-                    rows.push(weights.get(&format!("{}.weight", at(name)), &[outputs, inputs])?);
+                    rows.push(weights.get_numbers(&format!("{}.weight", at(name)), &[outputs, inputs])?);
                     bias.extend(weights.get(&format!("{}.bias", at(name)), &[outputs])?);
                 }
                 Linear::pack(inputs, &rows, Some(bias))
@@ -290,9 +290,9 @@ impl Encoder {
             blocks.push(Block {
                 qkv,
                 output,
-                attention_norm: norm(&mut weights, &at("attention.output"))?,
+                attention_norm: norm(&weights, &at("attention.output"))?,
                 feed_forward: FeedForward::new(activation, up, down),
-                feed_forward_norm: norm(&mut weights, &at("output"))?,
+                feed_forward_norm: norm(&weights, &at("output"))?,
             });
         }
 

@@ -192,12 +192,13 @@ pub(super) struct Gemma4 {
 }
 
 impl Gemma4 {
-    pub(super) fn load(config: Gemma4Config, weights: &mut Weights, load: Load) -> Result<Self, ModelError> {
+    pub(super) fn load(config: Gemma4Config, weights: &Weights, load: Load) -> Result<Self, ModelError> {
         let Gemma4Config { hidden, heads, vocab, eps, per_layer, .. } = config;
         let count = config.layers.len();
-        let mut table = weights.get("embed_tokens.weight", &[vocab, hidden])?;
+        let table = weights.get_numbers("embed_tokens.weight", &[vocab, hidden])?;
         let head = load_head(weights, load, (!config.tied).then_some("lm_head.weight"), &table, hidden, config.cap)?;
         let scale = (hidden as f64).sqrt() as f32;
+        let mut table = table.into_floats();
         table.iter_mut().for_each(|v| *v *= scale);
         let per_layer_tables = if per_layer > 0 {
             let table = weights.get_numbers("embed_tokens_per_layer.weight", &[config.per_layer_vocab, count * per_layer])?;
@@ -205,7 +206,7 @@ impl Gemma4 {
             let mut projection = weights.get("per_layer_model_projection.weight", &[count * per_layer, hidden])?;
             let scale = (hidden as f64).powf(-0.5) as f32;
             projection.iter_mut().for_each(|v| *v *= scale);
-            Some((Embedding::from_numbers(count * per_layer, table), norm, projection))
+            Some((Embedding::new(count * per_layer, table), norm, projection))
         } else {
             None
         };
@@ -213,34 +214,39 @@ impl Gemma4 {
         for (i, layer) in config.layers.iter().enumerate().take(load.depth) {
             let scalar = format!("layers.{i}.layer_scalar");
             let scalar = if weights.has(&scalar) { weights.get(&scalar, &[1])?[0] } else { 1.0 };
-            let mut get = |name: &str, shape: &[usize]| weights.get(&format!("layers.{i}.{name}"), shape);
+            let get = |name: &str, shape: &[usize]| weights.get(&format!("layers.{i}.{name}"), shape);
+            let stored = |name: &str, shape: &[usize]| weights.get_numbers(&format!("layers.{i}.{name}"), shape);
             let (q, kv) = (heads * layer.head_dim, layer.kv_heads * layer.head_dim);
-            let mut rows = vec![get("self_attn.q_proj.weight", &[q, hidden])?];
+            let mut rows = vec![stored("self_attn.q_proj.weight", &[q, hidden])?];
             let query_norm = RmsNorm::new(get("self_attn.q_norm.weight", &[layer.head_dim])?, eps);
             let mut key_norms = None;
             if !layer.shared {
-                let keys = get("self_attn.k_proj.weight", &[kv, hidden])?;
+                let keys = stored("self_attn.k_proj.weight", &[kv, hidden])?;
                 // Full layers may take the keys, before their norm, for values.
                 let values =
-                    if config.keys_are_values && layer.full { keys.clone() } else { get("self_attn.v_proj.weight", &[kv, hidden])? };
+                    if config.keys_are_values && layer.full { keys.clone() } else { stored("self_attn.v_proj.weight", &[kv, hidden])? };
                 rows.extend([keys, values]);
                 let keys = RmsNorm::new(get("self_attn.k_norm.weight", &[layer.head_dim])?, eps);
                 key_norms = Some([keys, RmsNorm::new(vec![1.0; layer.head_dim], eps)]);
             }
-            let output = Linear::pack(q, &[get("self_attn.o_proj.weight", &[hidden, q])?], None)?;
+            let output = Linear::pack(q, &[stored("self_attn.o_proj.weight", &[hidden, q])?], None)?;
             let wide = config.feed_forward * if config.double_wide && layer.shared { 2 } else { 1 };
-            let gate_up = [get("mlp.gate_proj.weight", &[wide, hidden])?, get("mlp.up_proj.weight", &[wide, hidden])?];
-            let down = get("mlp.down_proj.weight", &[hidden, wide])?;
+            let gate_up = [stored("mlp.gate_proj.weight", &[wide, hidden])?, stored("mlp.up_proj.weight", &[wide, hidden])?];
+            let down = stored("mlp.down_proj.weight", &[hidden, wide])?;
             let own = match &per_layer_tables {
                 None => None,
                 Some((_, _, projection)) => Some(PerLayer {
-                    projection: Linear::pack(hidden, &[projection[i * per_layer * hidden..(i + 1) * per_layer * hidden].to_vec()], None)?,
-                    gate: Linear::pack(hidden, &[get("per_layer_input_gate.weight", &[per_layer, hidden])?], None)?,
-                    output: Linear::pack(per_layer, &[get("per_layer_projection.weight", &[hidden, per_layer])?], None)?,
+                    projection: Linear::pack(
+                        hidden,
+                        &[projection[i * per_layer * hidden..(i + 1) * per_layer * hidden].to_vec().into()],
+                        None,
+                    )?,
+                    gate: Linear::pack(hidden, &[stored("per_layer_input_gate.weight", &[per_layer, hidden])?], None)?,
+                    output: Linear::pack(per_layer, &[stored("per_layer_projection.weight", &[hidden, per_layer])?], None)?,
                     norm: RmsNorm::new(get("post_per_layer_input_norm.weight", &[hidden])?, eps),
                 }),
             };
-            let mut norm = |name: &str| Ok::<_, ModelError>(RmsNorm::new(get(name, &[hidden])?, eps));
+            let norm = |name: &str| Ok::<_, ModelError>(RmsNorm::new(get(name, &[hidden])?, eps));
             blocks.push(Block {
                 norm: norm("input_layernorm.weight")?,
                 qkv: Linear::pack(hidden, &rows, None)?,

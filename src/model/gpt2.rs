@@ -89,22 +89,22 @@ pub(super) struct Gpt2 {
 }
 
 impl Gpt2 {
-    pub(super) fn load(config: Gpt2Config, weights: &mut Weights, load: Load) -> Result<Self, ModelError> {
+    pub(super) fn load(config: Gpt2Config, weights: &Weights, load: Load) -> Result<Self, ModelError> {
         let Gpt2Config { hidden, feed_forward, vocab, context, eps, .. } = config;
-        let table = weights.get("wte.weight", &[vocab, hidden])?;
+        let table = weights.get_numbers("wte.weight", &[vocab, hidden])?;
         let head = load_head(weights, load, (!config.tied).then_some("lm_head.weight"), &table, hidden, None)?;
         let positions = weights.get("wpe.weight", &[context, hidden])?;
-        fn norm(weights: &mut Weights, name: &str, hidden: usize, eps: f32) -> Result<LayerNorm, ModelError> {
-            let mut get = |part: &str| weights.get(&format!("{name}.{part}"), &[hidden]);
+        fn norm(weights: &Weights, name: &str, hidden: usize, eps: f32) -> Result<LayerNorm, ModelError> {
+            let get = |part: &str| weights.get(&format!("{name}.{part}"), &[hidden]);
             Ok(LayerNorm::new(get("weight")?, get("bias")?, eps))
         }
         let mut blocks = Vec::new();
         for layer in 0..config.layers.min(load.depth) {
             // Checkpoints hold these layers as `inputs x outputs`.
-            let mut linear = |name: &str, inputs: usize, outputs: usize| {
+            let linear = |name: &str, inputs: usize, outputs: usize| {
                 let name = format!("h.{layer}.{name}");
                 let bias = weights.get(&format!("{name}.bias"), &[outputs])?;
-                Linear::pack(inputs, &[weights.get_transposed(&format!("{name}.weight"), inputs, outputs)?], Some(bias))
+                Linear::pack(inputs, &[weights.get_transposed(&format!("{name}.weight"), inputs, outputs)?.into()], Some(bias))
             };
             let qkv = linear("attn.c_attn", hidden, 3 * hidden)?;
             let output = linear("attn.c_proj", hidden, hidden)?;

@@ -90,14 +90,14 @@ fn by_kind(rows: &[f32], heads: usize) -> Vec<f32> {
 }
 
 impl GptNeox {
-    pub(super) fn load(config: GptNeoxConfig, weights: &mut Weights, load: Load) -> Result<Self, ModelError> {
+    pub(super) fn load(config: GptNeoxConfig, weights: &Weights, load: Load) -> Result<Self, ModelError> {
         let GptNeoxConfig { hidden, feed_forward, heads, vocab, eps, .. } = config;
-        let table = weights.get("embed_in.weight", &[vocab, hidden])?;
+        let table = weights.get_numbers("embed_in.weight", &[vocab, hidden])?;
         let head = load_head(weights, load, (!config.tied).then_some("embed_out.weight"), &table, hidden, None)?;
         let mut blocks = Vec::new();
         for layer in 0..config.layers.min(load.depth) {
-            let mut get = |name: &str, shape: &[usize]| weights.get(&format!("layers.{layer}.{name}"), shape);
-            let mut norm = |name: &str| {
+            let get = |name: &str, shape: &[usize]| weights.get(&format!("layers.{layer}.{name}"), shape);
+            let norm = |name: &str| {
                 Ok::<_, ModelError>(LayerNorm::new(
                     get(&format!("{name}.weight"), &[hidden])?,
                     get(&format!("{name}.bias"), &[hidden])?,
@@ -113,20 +113,20 @@ impl GptNeox {
             } else {
                 (None, None)
             };
-            let mut linear = |name: &str, inputs: usize, outputs: usize| {
+            let linear = |name: &str, inputs: usize, outputs: usize| {
                 let bias = get(&format!("{name}.bias"), &[outputs])?;
-                Linear::pack(inputs, &[get(&format!("{name}.weight"), &[outputs, inputs])?], Some(bias))
+                Linear::pack(inputs, &[get(&format!("{name}.weight"), &[outputs, inputs])?.into()], Some(bias))
             };
             let (up, down) = (linear("mlp.dense_h_to_4h", hidden, feed_forward)?, linear("mlp.dense_4h_to_h", feed_forward, hidden)?);
             blocks.push(Block {
                 attention_norm,
-                qkv: Linear::pack(hidden, &[qkv], qkv_bias)?,
-                output: Linear::pack(hidden, &[output], output_bias)?,
+                qkv: Linear::pack(hidden, &[qkv.into()], qkv_bias)?,
+                output: Linear::pack(hidden, &[output.into()], output_bias)?,
                 feed_forward_norm,
                 feed_forward: FeedForward::new(config.activation, up, down),
             });
         }
-        let mut get = |name: &str| weights.get(name, &[hidden]);
+        let get = |name: &str| weights.get(name, &[hidden]);
         let norm = LayerNorm::new(get("final_layer_norm.weight")?, get("final_layer_norm.bias")?, eps);
         let frequencies = config.scaling.frequencies(config.rotary_dims, config.theta);
         let rotary = Rotary::new(hidden / heads, &frequencies, config.context + load.extra);

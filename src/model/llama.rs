@@ -131,31 +131,33 @@ pub(super) struct Llama {
 }
 
 impl Llama {
-    pub(super) fn load(config: LlamaConfig, weights: &mut Weights, load: Load) -> Result<Self, ModelError> {
+    pub(super) fn load(config: LlamaConfig, weights: &Weights, load: Load) -> Result<Self, ModelError> {
         let LlamaConfig { hidden, feed_forward, heads, kv_heads, head_dim, vocab, .. } = config;
         let (q, kv) = (heads * head_dim, kv_heads * head_dim);
-        let table = weights.get("embed_tokens.weight", &[vocab, hidden])?;
+        let table = weights.get_numbers("embed_tokens.weight", &[vocab, hidden])?;
         let head = load_head(weights, load, (!config.tied).then_some("lm_head.weight"), &table, hidden, None)?;
         let mut blocks = Vec::new();
         for layer in 0..config.layers.min(load.depth) {
-            let mut get = |name: &str, shape: &[usize]| weights.get(&format!("layers.{layer}.{name}"), shape);
+            let get = |name: &str, shape: &[usize]| weights.get(&format!("layers.{layer}.{name}"), shape);
+            let stored = |name: &str, shape: &[usize]| weights.get_numbers(&format!("layers.{layer}.{name}"), shape);
             let attention_norm = RmsNorm::new(get("input_layernorm.weight", &[hidden])?, config.eps);
             let feed_forward_norm = RmsNorm::new(get("post_attention_layernorm.weight", &[hidden])?, config.eps);
             let head_norms = if config.head_norms {
-                let mut norm = |name: &str| Ok::<_, ModelError>(RmsNorm::new(get(name, &[head_dim])?, config.eps));
+                let norm = |name: &str| Ok::<_, ModelError>(RmsNorm::new(get(name, &[head_dim])?, config.eps));
                 Some([norm("self_attn.q_norm.weight")?, norm("self_attn.k_norm.weight")?])
             } else {
                 None
             };
             let qkv = [
-                get("self_attn.q_proj.weight", &[q, hidden])?,
-                get("self_attn.k_proj.weight", &[kv, hidden])?,
-                get("self_attn.v_proj.weight", &[kv, hidden])?,
+                stored("self_attn.q_proj.weight", &[q, hidden])?,
+                stored("self_attn.k_proj.weight", &[kv, hidden])?,
+                stored("self_attn.v_proj.weight", &[kv, hidden])?,
             ];
-            let output = [get("self_attn.o_proj.weight", &[hidden, q])?];
-            let gate_up = [get("mlp.gate_proj.weight", &[feed_forward, hidden])?, get("mlp.up_proj.weight", &[feed_forward, hidden])?];
-            let down = get("mlp.down_proj.weight", &[hidden, feed_forward])?;
-            let mut bias = |names: &[(&str, usize)]| -> Result<Option<Vec<f32>>, ModelError> {
+            let output = [stored("self_attn.o_proj.weight", &[hidden, q])?];
+            let gate_up =
+                [stored("mlp.gate_proj.weight", &[feed_forward, hidden])?, stored("mlp.up_proj.weight", &[feed_forward, hidden])?];
+            let down = stored("mlp.down_proj.weight", &[hidden, feed_forward])?;
+            let bias = |names: &[(&str, usize)]| -> Result<Option<Vec<f32>>, ModelError> {
                 let full = |name: &str| format!("layers.{layer}.{name}.bias");
                 if !names.iter().any(|(name, _)| weights.has(&full(name))) {
                     return Ok(None);

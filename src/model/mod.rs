@@ -20,7 +20,7 @@ mod weights;
 pub use encoder::{Encoder, EncoderIdentity, EncoderScratch, encoder_identity};
 pub use hub::FetchProgress;
 pub(crate) use hub::HubName;
-use ops::{AttentionScratch, AttentionShape, Buffer, DeltaScratch, Embedding, FeedForwardScratch, Head, attention};
+use ops::{AttentionScratch, AttentionShape, Buffer, DeltaScratch, Embedding, FeedForwardScratch, Head, Numbers, attention};
 pub(crate) use registry::user_cache;
 pub use registry::{BUILT_IN, BuiltIn, Identity, ModelPath, Origin, fetch, identity, load_tokenizer, load_trunk, models_dir, resolve};
 use weights::Weights;
@@ -215,17 +215,17 @@ pub trait Trunk: Send + Sync {
 
 /// The output head, if it is asked for: the tensor `untied`, or the embeddings where there is none.
 fn load_head(
-    weights: &mut Weights,
+    weights: &Weights,
     load: Load,
     untied: Option<&str>,
-    embeddings: &[f32],
+    embeddings: &Numbers,
     hidden: usize,
     cap: Option<f32>,
 ) -> Result<Option<Head>, ModelError> {
     match (load.head, untied) {
         (false, _) => Ok(None),
         (true, None) => Head::pack(hidden, embeddings, cap).map(Some),
-        (true, Some(name)) => Head::pack(hidden, &weights.get(name, &[embeddings.len() / hidden, hidden])?, cap).map(Some),
+        (true, Some(name)) => Head::pack(hidden, &weights.get_numbers(name, &[embeddings.len() / hidden, hidden])?, cap).map(Some),
     }
 }
 

@@ -132,10 +132,10 @@ pub(super) struct Qwen35 {
 }
 
 impl Qwen35 {
-    pub(super) fn load(config: Qwen35Config, weights: &mut Weights, load: Load) -> Result<Self, ModelError> {
+    pub(super) fn load(config: Qwen35Config, weights: &Weights, load: Load) -> Result<Self, ModelError> {
         let Qwen35Config { hidden, feed_forward, heads, kv_heads, head_dim, vocab, eps, .. } = config;
         let shape = config.delta();
-        let table = weights.get("embed_tokens.weight", &[vocab, hidden])?;
+        let table = weights.get_numbers("embed_tokens.weight", &[vocab, hidden])?;
         let head = load_head(weights, load, (!config.tied).then_some("lm_head.weight"), &table, hidden, None)?;
         // Norms around zero.
         let centred = |mut weight: Vec<f32>| {
@@ -145,7 +145,8 @@ impl Qwen35 {
         let mut blocks = Vec::new();
         for layer in 0..config.layers.min(load.depth) {
             let has_bias = weights.has(&format!("layers.{layer}.self_attn.q_proj.bias"));
-            let mut get = |name: &str, shape: &[usize]| weights.get(&format!("layers.{layer}.{name}"), shape);
+            let get = |name: &str, shape: &[usize]| weights.get(&format!("layers.{layer}.{name}"), shape);
+            let stored = |name: &str, shape: &[usize]| weights.get_numbers(&format!("layers.{layer}.{name}"), shape);
             let (mixer, output) = if config.full[layer] {
                 // Each head's queries are followed by its gate.
                 let (q, kv) = (heads * head_dim, kv_heads * head_dim);
@@ -156,7 +157,8 @@ impl Qwen35 {
                     (of(0), of(1))
                 };
                 let (queries, gate) = split(&get("self_attn.q_proj.weight", &[2 * q, hidden])?);
-                let rows = [queries, get("self_attn.k_proj.weight", &[kv, hidden])?, get("self_attn.v_proj.weight", &[kv, hidden])?];
+                let rows =
+                    [queries.into(), stored("self_attn.k_proj.weight", &[kv, hidden])?, stored("self_attn.v_proj.weight", &[kv, hidden])?];
                 let (mut qkv_bias, mut gate_bias, mut output_bias) = (None, None, None);
                 if has_bias {
                     let (queries, gate) = split(&get("self_attn.q_proj.bias", &[2 * q])?);
@@ -165,32 +167,33 @@ impl Qwen35 {
                 }
                 let attention = Attention {
                     qkv: Linear::pack(hidden, &rows, qkv_bias)?,
-                    gate: Linear::pack(hidden, &[gate], gate_bias)?,
+                    gate: Linear::pack(hidden, &[gate.into()], gate_bias)?,
                     head_norms: [
                         centred(get("self_attn.q_norm.weight", &[head_dim])?),
                         centred(get("self_attn.k_norm.weight", &[head_dim])?),
                     ],
                 };
-                (Mixer::Attention(attention), Linear::pack(q, &[get("self_attn.o_proj.weight", &[hidden, q])?], output_bias)?)
+                (Mixer::Attention(attention), Linear::pack(q, &[stored("self_attn.o_proj.weight", &[hidden, q])?], output_bias)?)
             } else {
                 let (values, n) = (shape.values(), shape.value_heads);
                 let gates = [
-                    get("linear_attn.in_proj_z.weight", &[values, hidden])?,
-                    get("linear_attn.in_proj_b.weight", &[n, hidden])?,
-                    get("linear_attn.in_proj_a.weight", &[n, hidden])?,
+                    stored("linear_attn.in_proj_z.weight", &[values, hidden])?,
+                    stored("linear_attn.in_proj_b.weight", &[n, hidden])?,
+                    stored("linear_attn.in_proj_a.weight", &[n, hidden])?,
                 ];
                 let delta = Delta {
-                    qkv: Linear::pack(hidden, &[get("linear_attn.in_proj_qkv.weight", &[shape.qkv(), hidden])?], None)?,
+                    qkv: Linear::pack(hidden, &[stored("linear_attn.in_proj_qkv.weight", &[shape.qkv(), hidden])?], None)?,
                     convolution: ShortConvolution::new(shape.qkv(), &get("linear_attn.conv1d.weight", &[shape.qkv(), 1, config.kernel])?),
                     gates: Linear::pack(hidden, &gates, None)?,
                     rate: get("linear_attn.A_log", &[n])?.iter().map(|a| -a.exp()).collect(),
                     bias: get("linear_attn.dt_bias", &[n])?,
                     norm: RmsNorm::new(get("linear_attn.norm.weight", &[shape.value_dim])?, eps),
                 };
-                (Mixer::Delta(delta), Linear::pack(values, &[get("linear_attn.out_proj.weight", &[hidden, values])?], None)?)
+                (Mixer::Delta(delta), Linear::pack(values, &[stored("linear_attn.out_proj.weight", &[hidden, values])?], None)?)
             };
-            let gate_up = [get("mlp.gate_proj.weight", &[feed_forward, hidden])?, get("mlp.up_proj.weight", &[feed_forward, hidden])?];
-            let down = get("mlp.down_proj.weight", &[hidden, feed_forward])?;
+            let gate_up =
+                [stored("mlp.gate_proj.weight", &[feed_forward, hidden])?, stored("mlp.up_proj.weight", &[feed_forward, hidden])?];
+            let down = stored("mlp.down_proj.weight", &[hidden, feed_forward])?;
             blocks.push(Block {
                 norm: centred(get("input_layernorm.weight", &[hidden])?),
                 mixer,

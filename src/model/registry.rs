@@ -246,7 +246,7 @@ pub fn load_trunk(path: &Path, load: Load) -> Result<Arc<dyn Trunk>, ModelError>
 /// [`load_trunk`] with the products on an open device of candle's.
 pub(super) fn load_trunk_on(path: &Path, load: Load, device: Option<candle_core::Device>) -> Result<Arc<dyn Trunk>, ModelError> {
     let (architecture, config) = read_config(path)?;
-    let mut weights = if path.is_dir() {
+    let weights = if path.is_dir() {
         Weights::open_hub(path)?
     } else {
         // GGUF files of llama, and of no other architecture here, have queries and keys in the interleaved layout.
@@ -256,7 +256,7 @@ pub(super) fn load_trunk_on(path: &Path, load: Load, device: Option<candle_core:
         };
         Weights::open_gguf(path, interleaved)?
     };
-    placed(device, load.precision, || config.load(&mut weights, load))
+    placed(device, load.precision, || config.load(&weights, load))
 }
 
 /// Loads the tokenizer that belongs to a model.

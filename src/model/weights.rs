@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::Device;
 use candle_core::quantized::gguf_file;
+use rayon::prelude::*;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
@@ -67,7 +68,7 @@ struct HubTensor {
 enum Source {
     Gguf {
         content: gguf_file::Content,
-        reader: BufReader<File>,
+        file: File,
         interleaved: Option<[usize; 2]>,
     },
     Hub {
@@ -90,8 +91,8 @@ impl Weights {
     /// Opens a GGUF file; `interleaved` gives the heads of queries and keys whose rows lie in the interleaved rotary layout.
     pub(super) fn open_gguf(path: &Path, interleaved: Option<[usize; 2]>) -> Result<Self, ModelError> {
         let content = gguf_content(path)?;
-        let reader = BufReader::new(File::open(path).map_err(io(path))?);
-        let source = Source::Gguf { content, reader, interleaved };
+        let file = File::open(path).map_err(io(path))?;
+        let source = Source::Gguf { content, file, interleaved };
         Ok(Self { path: path.to_owned(), source })
     }
 
@@ -136,7 +137,7 @@ impl Weights {
     }
 
     /// Reads a layer that hub checkpoints hold as `inputs x outputs` (GGUF files do not) as `outputs x inputs`.
-    pub(super) fn get_transposed(&mut self, name: &str, inputs: usize, outputs: usize) -> Result<Vec<f32>, ModelError> {
+    pub(super) fn get_transposed(&self, name: &str, inputs: usize, outputs: usize) -> Result<Vec<f32>, ModelError> {
         if matches!(self.source, Source::Gguf { .. }) {
             return self.get(name, &[outputs, inputs]);
         }
@@ -145,16 +146,16 @@ impl Weights {
     }
 
     /// Reads a tensor as row-major f32 and checks its shape.
-    pub(super) fn get(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ModelError> {
+    pub(super) fn get(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ModelError> {
         let fail = |reason: String| checkpoint(&self.path, reason);
-        match &mut self.source {
-            Source::Gguf { content, reader, interleaved } => {
+        match &self.source {
+            Source::Gguf { content, file, interleaved } => {
                 let stored = gguf_name(name).ok_or_else(|| fail(format!("no GGUF name is known for tensor {name}")))?;
                 if !content.tensor_infos.contains_key(&stored) {
                     return Err(fail(format!("tensor {stored} ({name}) is missing")));
                 }
                 let tensor = content
-                    .tensor(reader, &stored, &Device::Cpu)
+                    .tensor(&mut BufReader::new(file), &stored, &Device::Cpu)
                     .and_then(|t| t.dequantize(&Device::Cpu))
                     .map_err(|e| fail(format!("tensor {stored}: {e}")))?;
                 if tensor.dims() != shape {
@@ -168,16 +169,12 @@ impl Weights {
                     _ => values,
                 })
             }
-            Source::Hub { .. } => Ok(match self.get_numbers(name, shape)? {
-                Numbers::F32(values) => values,
-                Numbers::F16(values) => values.into_iter().map(half::f16::to_f32).collect(),
-                Numbers::Bf16(values) => values.into_iter().map(half::bf16::to_f32).collect(),
-            }),
+            Source::Hub { .. } => self.get_numbers(name, shape).map(Numbers::into_floats),
         }
     }
 
     /// Reads a tensor as it is stored, where that is a format of [`Numbers`].
-    pub(super) fn get_numbers(&mut self, name: &str, shape: &[usize]) -> Result<Numbers, ModelError> {
+    pub(super) fn get_numbers(&self, name: &str, shape: &[usize]) -> Result<Numbers, ModelError> {
         let Source::Hub { files, tensors, prefix } = &self.source else {
             return self.get(name, shape).map(Numbers::F32);
         };
@@ -186,16 +183,32 @@ impl Weights {
         if tensor.shape != shape {
             return Err(fail(format!("tensor {prefix}{name} has shape {:?}, expected {shape:?}", tensor.shape)));
         }
-        let mut bytes = vec![0; tensor.bytes];
-        files[tensor.file].read_exact_at(&mut bytes, tensor.offset).map_err(|e| fail(format!("tensor {name}: {e}")))?;
-        let pairs = || bytes.as_chunks::<2>().0.iter();
+        let file = &files[tensor.file];
+        let failed = |e: std::io::Error| fail(format!("tensor {name}: {e}"));
         match tensor.dtype {
-            Dtype::F32 => Ok(Numbers::F32(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect())),
-            Dtype::F16 => Ok(Numbers::F16(pairs().map(|b| half::f16::from_le_bytes(*b)).collect())),
-            Dtype::BF16 => Ok(Numbers::Bf16(pairs().map(|b| half::bf16::from_le_bytes(*b)).collect())),
+            Dtype::F32 => read(file, tensor, 0.0, f32::from_le_bytes).map(Numbers::F32).map_err(failed),
+            Dtype::F16 => read(file, tensor, half::f16::ZERO, half::f16::from_le_bytes).map(Numbers::F16).map_err(failed),
+            Dtype::BF16 => read(file, tensor, half::bf16::ZERO, half::bf16::from_le_bytes).map(Numbers::Bf16).map_err(failed),
             other => Err(fail(format!("tensor {prefix}{name} is stored as {other:?}; f32, f16 and bf16 can be read"))),
         }
     }
+}
+
+/// Reads numbers of N bytes each, in pieces, on all threads there are.
+fn read<T: Copy + Send, const N: usize>(file: &File, tensor: &HubTensor, zero: T, of: fn([u8; N]) -> T) -> std::io::Result<Vec<T>> {
+    /// Numbers of a piece.
+    const PIECE: usize = 1 << 18;
+    let mut out = vec![zero; tensor.bytes / N];
+    out.par_chunks_mut(PIECE).enumerate().try_for_each_init(
+        || vec![0; PIECE * N],
+        |bytes, (piece, out)| {
+            let bytes = &mut bytes[..out.len() * N];
+            file.read_exact_at(bytes, tensor.offset + (piece * PIECE * N) as u64)?;
+            out.iter_mut().zip(bytes.as_chunks::<N>().0).for_each(|(out, bytes)| *out = of(*bytes));
+            Ok::<_, std::io::Error>(())
+        },
+    )?;
+    Ok(out)
 }
 
 /// The name of a hub tensor without the prefixes of the modules that its model lies in.

@@ -284,7 +284,7 @@ impl Default for Score {
             positions: PositionsWord::Original,
             reset_prefix: "none".into(),
             context: 8192,
-            batch_tokens: 3456,
+            batch_tokens: 1024,
         }
     }
 }

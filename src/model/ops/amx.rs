@@ -12,7 +12,11 @@ use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count, _MM_HINT_T1, _mm_prefetch};
 use std::ops::Range;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
+use rayon::prelude::*;
+
+use super::Row;
 use super::device::Precision;
 use super::int8::{ROTATIONS, ROUND};
 use super::kernels::{Activation, Isa, Rows, SPREAD, Store, quantise, split_parts};
@@ -30,6 +34,8 @@ const SLICE: usize = 24;
 const _: () = assert!(SPREAD == 2 * DEPTH && SLICE * SPREAD == ROUND, "a round of integers is a slice of tiles");
 /// Tiles of rows that go through all columns together: they stay in the second-level cache meanwhile.
 const ROW_TILES: usize = 1536;
+/// Tiles of a pair of columns' blocks that stay in the first-level cache, beside the rows that stream through it.
+const NEAR: usize = 12;
 /// bf16 parts of a float.
 const PARTS: usize = 3;
 
@@ -95,68 +101,113 @@ impl Weights {
     }
 
     /// Packs rows of `k` weights, `n` of them: in f32 all their parts, in bf16 the first alone.
-    pub(super) fn pack<'a>(precision: Precision, k: usize, n: usize, rows: impl Iterator<Item = &'a [f32]> + Clone) -> Self {
-        if precision == Precision::Int8 {
-            return Self::pack_integers(k, n, rows);
-        }
-        let mut split = vec![0_u16; k * PARTS];
-        let row_parts = if precision == Precision::F32 { PARTS } else { 1 };
-        let mut parts = 1;
-        for row in rows.clone().filter(|row| !row.is_empty()) {
-            if parts == row_parts {
-                break;
-            }
-            split_parts(Isa::best(), row, &mut split);
-            // Negative zero is zero too.
-            let used = |part: usize| split[part * k..(part + 1) * k].iter().any(|v| v << 1 != 0);
-            parts = (parts..PARTS).rev().find(|&part| used(part)).map_or(parts, |part| part + 1);
-        }
-        let steps = k.div_ceil(DEPTH);
-        let pairs = n.div_ceil(2 * SIDE);
-        let mut tiles = Block::beside_others(pairs * steps * parts * 2, ZERO);
-        for (column, row) in rows.enumerate().filter(|(_, row)| !row.is_empty()) {
-            split_parts(Isa::best(), row, &mut split);
-            let (pair, block, within) = (column / (2 * SIDE), column / SIDE % 2, column % SIDE);
-            for (part, values) in split.chunks_exact(k).enumerate().take(parts) {
-                for (step, values) in values.chunks(DEPTH).enumerate() {
-                    let tile = &mut tiles[((pair * steps + step) * parts + part) * 2 + block];
-                    // Pairs of k lie side by side.
-                    for (line, pair) in tile.0.as_chunks_mut::<DEPTH>().0.iter_mut().zip(values.chunks(2)) {
-                        line[within * 2..][..pair.len()].copy_from_slice(pair);
+    pub(super) fn pack(precision: Precision, k: usize, n: usize, row: Row<'_>) -> Self {
+        let parts = if precision == Precision::F32 { used_parts(k, n, row) } else { 1 };
+        let mut weights = Self { tiles: Block::default(), k, n, precision, parts, scales: Vec::new() };
+        let (steps, pairs) = (k.div_ceil(weights.depth()), n.div_ceil(2 * SIDE));
+        weights.tiles = Block::beside_others(pairs * steps * parts * 2, ZERO);
+        weights.scales = vec![0.0; pairs * 2 * SIDE];
+        let all = weights.tiles.par_chunks_mut(steps * parts * 2).zip(weights.scales.par_chunks_mut(2 * SIDE));
+        all.enumerate().for_each_init(
+            || Columns::new(precision, k, steps, parts),
+            |columns, (pair, (tiles, scales))| {
+                for (block, scales) in scales.chunks_exact_mut(SIDE).enumerate() {
+                    for (within, scale) in scales.iter_mut().enumerate() {
+                        let column = (pair * 2 + block) * SIDE + within;
+                        *scale = columns.take(within, |floats| column < n && row(column, floats));
                     }
+                    tiles[block..].iter_mut().step_by(2).enumerate().for_each(|(at, tile)| columns.lay(at, tile));
                 }
-            }
-        }
-        Self { tiles, k, n, precision, parts, scales: Vec::new() }
+            },
+        );
+        weights
     }
 
-    fn pack_integers<'a>(k: usize, n: usize, rows: impl Iterator<Item = &'a [f32]>) -> Self {
-        let (steps, pairs) = (k.div_ceil(SPREAD), n.div_ceil(2 * SIDE));
-        let mut tiles = Block::beside_others(pairs * steps * 2, ZERO);
-        let mut scales = vec![0.0; pairs * 2 * SIDE];
-        let (mut rotated, mut integers) = (vec![0.0; steps * SPREAD], vec![0; steps * SPREAD]);
-        for (column, row) in rows.enumerate().filter(|(_, row)| !row.is_empty()) {
-            scales[column] = quantise(Isa::best(), row, &mut rotated, &mut integers, SPREAD) * ROTATIONS;
-            let (pair, block, within) = (column / (2 * SIDE), column / SIDE % 2, column % SIDE);
-            for (step, values) in integers.chunks_exact(SPREAD).enumerate() {
-                let tile = &mut tiles[(pair * steps + step) * 2 + block];
-                // Fours of k lie side by side.
-                for (line, four) in tile.0.as_chunks_mut::<DEPTH>().0.iter_mut().zip(values.as_chunks::<4>().0) {
-                    let [a, b, c, d] = *four;
-                    line[within * 2..][..2].copy_from_slice(&[u16::from_le_bytes([a, b]), u16::from_le_bytes([c, d])]);
-                }
+    /// Packs two layers of `width` outputs over one input for [`gated`]: blocks of 16 columns of the one and of the other take turns, up to whole tiles.
+    /// `row` gets a layer, 0 or 1, and a row.
+    pub(super) fn pack_gated(
+        precision: Precision,
+        k: usize,
+        width: usize,
+        row: &(dyn Fn(usize, usize, &mut [f32]) -> bool + Sync),
+    ) -> Self {
+        let of = |column: usize, out: &mut [f32]| row(column / SIDE % 2, column / (2 * SIDE) * SIDE + column % SIDE, out);
+        Self::pack(precision, k, 2 * width.next_multiple_of(DEPTH), &of)
+    }
+}
+
+/// How many parts of some weights are not all zero.
+fn used_parts(k: usize, n: usize, row: Row<'_>) -> usize {
+    let most = AtomicUsize::new(1);
+    (0..n).into_par_iter().for_each_init(
+        || (vec![0.0; k], vec![0; k * PARTS]),
+        |(floats, split), column| {
+            if most.load(Ordering::Relaxed) < PARTS && row(column, floats) {
+                split_parts(Isa::best(), floats, split);
+                // Negative zero is zero too.
+                let used = |part: &usize| split[part * k..(part + 1) * k].iter().any(|v| v << 1 != 0);
+                most.fetch_max((1..PARTS).rev().find(used).unwrap_or(0) + 1, Ordering::Relaxed);
             }
+        },
+    );
+    most.into_inner()
+}
+
+/// A block of 16 columns of weights on its way into tiles.
+struct Columns {
+    precision: Precision,
+    parts: usize,
+    /// Words of 32 bits of a column: 16 for each step of each part. They hold two bf16 numbers or four integers.
+    each: usize,
+    words: Vec<u32>,
+    floats: Vec<f32>,
+    split: Vec<u16>,
+    rotated: Vec<f32>,
+    integers: Vec<u8>,
+}
+
+impl Columns {
+    fn new(precision: Precision, k: usize, steps: usize, parts: usize) -> Self {
+        let each = steps * SIDE * parts;
+        let (mut split, mut rotated, mut integers) = (Vec::new(), Vec::new(), Vec::new());
+        if precision == Precision::Int8 {
+            (rotated, integers) = (vec![0.0; steps * SPREAD], vec![0; steps * SPREAD]);
+        } else {
+            split = vec![0; k * PARTS];
         }
-        Self { tiles, k, n, precision: Precision::Int8, parts: 1, scales }
+        Self { precision, parts, each, words: vec![0; SIDE * each], floats: vec![0.0; k], split, rotated, integers }
     }
 
-    /// Packs two layers over one input for [`gated`]: blocks of 16 columns of the one and of the other take turns, up to whole tiles.
-    pub(super) fn pack_gated(precision: Precision, k: usize, gate: &[f32], up: &[f32]) -> Self {
-        let width = (gate.len() / k).next_multiple_of(DEPTH);
-        let columns = (0..width).step_by(SIDE).flat_map(|first| [gate, up].map(|layer| (layer, first)));
-        let rows =
-            columns.flat_map(|(layer, first)| (first..first + SIDE).map(move |row| layer.get(row * k..(row + 1) * k).unwrap_or_default()));
-        Self::pack(precision, k, 2 * width, rows)
+    /// Takes a column, if `read` has one, and returns what an integer of it is worth.
+    fn take(&mut self, within: usize, read: impl FnOnce(&mut [f32]) -> bool) -> f32 {
+        let words = &mut self.words[within * self.each..][..self.each];
+        if !read(&mut self.floats) {
+            words.fill(0);
+            return 0.0;
+        }
+        if self.precision == Precision::Int8 {
+            let scale = quantise(Isa::best(), &self.floats, &mut self.rotated, &mut self.integers, SPREAD);
+            words.iter_mut().zip(self.integers.as_chunks::<4>().0).for_each(|(word, four)| *word = u32::from_le_bytes(*four));
+            return scale * ROTATIONS;
+        }
+        split_parts(Isa::best(), &self.floats, &mut self.split);
+        for (words, part) in words.chunks_exact_mut(self.each / self.parts).zip(self.split.chunks_exact(self.floats.len())) {
+            for (word, pair) in words.iter_mut().zip(part.chunks(2)) {
+                *word = u32::from(pair[0]) | pair.get(1).map_or(0, |v| u32::from(*v) << 16);
+            }
+        }
+        0.0
+    }
+
+    /// Writes tile `at`, counted by step and then by part: pairs of bf16 numbers or fours of integers of the columns lie side by side.
+    fn lay(&self, at: usize, tile: &mut TileData) {
+        let first = (at % self.parts * (self.each / self.parts)) + at / self.parts * SIDE;
+        for (l, line) in tile.0.as_chunks_mut::<DEPTH>().0.iter_mut().enumerate() {
+            for (within, out) in line.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                let word = self.words[within * self.each + first + l];
+                *out = [word as u16, (word >> 16) as u16];
+            }
+        }
     }
 }
 
@@ -443,19 +494,29 @@ fn multiply_parts<const X: usize, const W: usize, const INT: bool>(
 ) {
     let (depth, all) = (steps.len(), weights.k.div_ceil(weights.depth()));
     let blocks = rows.div_ceil(SIDE);
-    let mut sums = Sums::ZERO;
+    // All rows go through so many steps before the next ones: the weights of these stay in the first-level cache. Sums wait meanwhile, which costs more than
+    // it brings where a step is several products.
+    let part = if X == 1 { depth.div_ceil(depth.div_ceil(NEAR)) } else { depth };
+    let parts = depth.div_ceil(part);
+    let mut sums = vec![Sums::ZERO; if parts > 1 { blocks.div_ceil(2) } else { 1 }];
     for pair in pairs.clone() {
         let of_pair = |pair: usize| &weights.tiles[(pair * all + steps.start) * W * 2..][..depth * W * 2];
         // The weights of the next columns come from the third-level cache or from memory: while these are used, a share of them is
         // fetched with every pair of row blocks.
-        let mut ahead = of_pair((pair + 1).min(pairs.end - 1)).chunks((depth * W * 2).div_ceil(blocks.div_ceil(2)));
-        for first in (0..blocks).step_by(2) {
-            // Where there is no second block, the first is multiplied twice.
-            let second = (first + 1).min(blocks - 1);
-            let tiles = |block: usize| &x.tiles[block * depth * X..(block + 1) * depth * X];
-            multiply_blocks::<X, W, INT>(tiles(first), tiles(second), of_pair(pair), ahead.next().unwrap_or_default(), &mut sums);
-            let scales = INT.then(|| Scales { rows: &x.scales[first * SIDE..], columns: &weights.scales[pair * 2 * SIDE..] });
-            done(&sums, scales, first * SIDE, pair);
+        let mut ahead = of_pair((pair + 1).min(pairs.end - 1)).chunks((depth * W * 2).div_ceil(blocks.div_ceil(2) * parts));
+        for (p, weights_part) in of_pair(pair).chunks(part * W * 2).enumerate() {
+            let width = weights_part.len() / (2 * W);
+            for first in (0..blocks).step_by(2) {
+                // Where there is no second block, the first is multiplied twice.
+                let second = (first + 1).min(blocks - 1);
+                let tiles = |block: usize| &x.tiles[(block * depth + p * part) * X..][..width * X];
+                let sums = &mut sums[if parts > 1 { first / 2 } else { 0 }];
+                multiply_blocks::<X, W, INT>(tiles(first), tiles(second), weights_part, p > 0, ahead.next().unwrap_or_default(), sums);
+                if p + 1 == parts {
+                    let scales = INT.then(|| Scales { rows: &x.scales[first * SIDE..], columns: &weights.scales[pair * 2 * SIDE..] });
+                    done(sums, scales, first * SIDE, pair);
+                }
+            }
         }
     }
 }
@@ -541,11 +602,13 @@ fn store_sums(sums: &Sums, scales: Option<Scales<'_>>, rows: usize, columns: usi
     }
 }
 
-/// Multiplies two blocks of rows by two blocks of columns over all steps of k given. Meanwhile fetches the tiles `ahead` into the second-level cache.
+/// Multiplies two blocks of rows by two blocks of columns over all steps of k given; `more` adds to the sums there are. Meanwhile fetches the tiles
+/// `ahead` into the second-level cache.
 fn multiply_blocks<const X: usize, const W: usize, const INT: bool>(
     a0: &[TileData],
     a1: &[TileData],
     b: &[TileData],
+    more: bool,
     ahead: &[TileData],
     sums: &mut Sums,
 ) {
@@ -556,7 +619,19 @@ fn multiply_blocks<const X: usize, const W: usize, const INT: bool>(
     // SAFETY: tile registers are configured, `with_tiles`; every load of a product reads whole tiles of the slices (part p of
     // a step is tile p of `a`, tiles 2p and 2p + 1 of `b`); the sums are four tiles.
     unsafe {
-        asm!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", options(nostack, nomem));
+        if more {
+            asm!(
+                "tileloadd tmm0, [{c} + {s}*1]",
+                "tileloadd tmm1, [{c} + {s}*1 + 1024]",
+                "tileloadd tmm2, [{c} + {s}*1 + 2048]",
+                "tileloadd tmm3, [{c} + {s}*1 + 3072]",
+                c = in(reg) sums,
+                s = in(reg) 64_usize,
+                options(nostack, readonly),
+            );
+        } else {
+            asm!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", options(nostack, nomem));
+        }
         for ((a0, a1), b) in a0.chunks_exact(X).zip(a1.chunks_exact(X)).zip(b.chunks_exact(2 * W)) {
             for line in lines.by_ref().take(each) {
                 _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast());
@@ -650,7 +725,7 @@ mod tests {
             }
             let (x, w) = (super::super::kernels::floats(m * k, seed), super::super::kernels::floats(n * k, seed + 1));
             for precision in [Precision::F32, Precision::Bf16] {
-                let weights = Weights::pack(precision, k, n, w.chunks_exact(k));
+                let weights = Weights::pack(precision, k, n, &super::super::of(k, &w));
                 let rows = Rows { data: &x, rows: m, width: k, stride: k };
                 let mut scratch = Scratch::default();
                 let mut out = vec![1.0_f32; m * n];

@@ -6,6 +6,9 @@
 
 use std::sync::OnceLock;
 
+use rayon::prelude::*;
+
+use super::Row;
 use super::kernels::{BLOCK, Isa, PANEL, Rows, Store, dot_pairs, round_bf16};
 use super::memory::Block;
 
@@ -54,15 +57,18 @@ pub(super) struct Weights {
 
 impl Weights {
     /// Packs rows of `k` weights, `n` of them.
-    pub(super) fn pack<'a>(k: usize, n: usize, rows: impl Iterator<Item = &'a [f32]>) -> Self {
+    pub(super) fn pack(k: usize, n: usize, row: Row<'_>) -> Self {
         let steps = k.div_ceil(2);
         let mut pairs = Block::beside_others(n.div_ceil(PANEL) * PANEL * steps, 0);
-        for (j, row) in rows.enumerate() {
-            let base = (j / PANEL) * PANEL * steps + j % PANEL;
-            for (i, values) in row.chunks(2).enumerate() {
-                pairs[base + i * PANEL] = pair(values);
-            }
-        }
+        pairs.par_chunks_mut(PANEL * steps).enumerate().for_each_init(
+            || vec![0.0; k],
+            |floats, (p, panel)| {
+                for within in (0..PANEL).filter(|within| p * PANEL + within < n) {
+                    row(p * PANEL + within, floats);
+                    panel[within..].iter_mut().step_by(PANEL).zip(floats.chunks(2)).for_each(|(out, values)| *out = pair(values));
+                }
+            },
+        );
         Self { pairs, k, n }
     }
 }
@@ -183,6 +189,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::super::kernels::floats;
+    use super::super::of;
     use super::*;
 
     proptest! {
@@ -191,7 +198,7 @@ mod tests {
         #[test]
         fn products_match_f64_on_ragged_shapes(m in 1usize..30, n in 1usize..120, k in 1usize..90, seed in 0u64..1000) {
             let (x, w) = (floats(m * k, seed), floats(n * k, seed + 1));
-            let weights = Weights::pack(k, n, w.chunks_exact(k));
+            let weights = Weights::pack(k, n, &of(k, &w));
             let value = |v: f32| f64::from(::half::bf16::from_f32(v).to_f32());
             for way in Way::available() {
                 let rows = Rows { data: &x, rows: m, width: k, stride: k };

@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use candle_core::Tensor;
 
-use super::{Activation, Output};
+use super::{Activation, Output, Part};
 use crate::model::ModelError;
 
 /// Rows of every product.
@@ -118,10 +118,10 @@ pub(super) fn precision() -> Precision {
 pub(super) struct Weights(Tensor);
 
 impl Weights {
-    pub(super) fn pack(device: &candle_core::Device, inputs: usize, blocks: &[Vec<f32>]) -> Result<Self, ModelError> {
+    pub(super) fn pack(device: &candle_core::Device, inputs: usize, blocks: &[Part<'_>]) -> Result<Self, ModelError> {
         let rows: Vec<Tensor> = blocks
             .iter()
-            .map(|block| Tensor::from_slice(block, (block.len() / inputs, inputs), device))
+            .map(|block| Tensor::from_vec(block.floats(), (block.range.len() / inputs, inputs), device))
             .collect::<candle_core::Result<_>>()
             .map_err(failed)?;
         Tensor::cat(&rows, 0).and_then(|w| w.t()?.contiguous()).map(Self).map_err(failed)

@@ -1,7 +1,7 @@
 //! The output head: log-probabilities of tokens and divergences of distributions, without a row of logits being held whole.
 
 use super::kernels::{self, Isa};
-use super::{Buffer, Linear, Output};
+use super::{Buffer, Linear, Numbers, Output, Part};
 use crate::model::ModelError;
 
 /// Tokens of the vocabulary whose logits are computed at once: for [`ROWS`] rows they fit the second-level cache.
@@ -54,9 +54,12 @@ impl Head {
     ///
     /// # Errors
     /// [`ModelError::Shape`] if they are not whole rows.
-    pub fn pack(hidden: usize, weights: &[f32], cap: Option<f32>) -> Result<Self, ModelError> {
-        let rows = weights.chunks(COLUMNS * hidden.max(1));
-        let blocks = rows.map(|rows| Linear::pack(hidden, &[rows.to_vec()], None)).collect::<Result<Vec<_>, _>>()?;
+    pub fn pack(hidden: usize, weights: &Numbers, cap: Option<f32>) -> Result<Self, ModelError> {
+        let block = |start: usize| {
+            let range = start..(start + COLUMNS * hidden.max(1)).min(weights.len());
+            Linear::pack_parts(hidden, &[Part { numbers: weights, range }], None)
+        };
+        let blocks = (0..weights.len()).step_by(COLUMNS * hidden.max(1)).map(block).collect::<Result<Vec<_>, _>>()?;
         Ok(Self { hidden, vocab: weights.len() / hidden.max(1), blocks, cap })
     }
 
@@ -158,7 +161,7 @@ mod tests {
         let (full, reset) = (floats(rows * hidden, 4), floats(rows * hidden, 5));
         let targets: Vec<u32> = (0..rows).map(|r| (r * 7919 % vocab) as u32).collect();
         for cap in [None, Some(2.5)] {
-            let head = Head::pack(hidden, &weights, cap).unwrap();
+            let head = Head::pack(hidden, &weights.clone().into(), cap).unwrap();
             let mut scratch = HeadScratch::default();
             let found = head.log_probabilities(&full, &targets, &mut scratch).unwrap();
             let kl = head.divergences(&full, &reset, &mut scratch).unwrap();

@@ -7,6 +7,9 @@
 
 use std::sync::OnceLock;
 
+use rayon::prelude::*;
+
+use super::Row;
 use super::kernels::{BLOCK, Isa, PANEL, Rows, SPREAD, Store, quantise};
 use super::memory::Block;
 
@@ -57,7 +60,7 @@ impl Way {
 #[derive(Debug)]
 pub(super) struct Weights {
     words: Block<u32>,
-    /// For each round and column, 128 times the sum of the integers, negative: dot products take rows that are 128 too large.
+    /// For each panel, round and column, 128 times the sum of the integers, negative: dot products take rows that are 128 too large.
     offsets: Vec<i32>,
     /// What an integer of each column is worth.
     scales: Vec<f32>,
@@ -67,22 +70,27 @@ pub(super) struct Weights {
 
 impl Weights {
     /// Packs rows of `k` weights, `n` of them.
-    pub(super) fn pack<'a>(k: usize, n: usize, rows: impl Iterator<Item = &'a [f32]>) -> Self {
+    pub(super) fn pack(k: usize, n: usize, row: Row<'_>) -> Self {
         let (width, columns) = (k.next_multiple_of(SPREAD), n.next_multiple_of(PANEL));
+        let rounds = width.div_ceil(ROUND);
         let mut words = Block::beside_others(columns * width / 4, 0);
-        let mut offsets = vec![0; width.div_ceil(ROUND) * columns];
+        let mut offsets = vec![0; rounds * columns];
         let mut scales = vec![0.0; columns];
-        let (mut rotated, mut integers) = (vec![0.0; width], vec![0; width]);
-        for (j, row) in rows.enumerate() {
-            scales[j] = quantise(Isa::best(), row, &mut rotated, &mut integers, SPREAD) * ROTATIONS;
-            let base = (j / PANEL) * PANEL * width / 4 + j % PANEL;
-            for (i, four) in integers.as_chunks::<4>().0.iter().enumerate() {
-                words[base + i * PANEL] = u32::from_le_bytes(*four);
-            }
-            for (round, part) in integers.chunks(ROUND).enumerate() {
-                offsets[round * columns + j] = -128 * part.iter().map(|v| i32::from(*v as i8)).sum::<i32>();
-            }
-        }
+        let panels = words.par_chunks_mut(PANEL * width / 4).zip(offsets.par_chunks_mut(rounds * PANEL)).zip(scales.par_chunks_mut(PANEL));
+        panels.enumerate().for_each_init(
+            || (vec![0.0; k], vec![0.0; width], vec![0; width]),
+            |(floats, rotated, integers), (p, ((panel, offsets), scales))| {
+                for within in (0..PANEL).filter(|within| p * PANEL + within < n) {
+                    row(p * PANEL + within, floats);
+                    scales[within] = quantise(Isa::best(), floats, rotated, integers, SPREAD) * ROTATIONS;
+                    let fours = integers.as_chunks::<4>().0;
+                    panel[within..].iter_mut().step_by(PANEL).zip(fours).for_each(|(out, four)| *out = u32::from_le_bytes(*four));
+                    for (round, part) in integers.chunks(ROUND).enumerate() {
+                        offsets[round * PANEL + within] = -128 * part.iter().map(|v| i32::from(*v as i8)).sum::<i32>();
+                    }
+                }
+            },
+        );
         Self { words, offsets, scales, k, n }
     }
 }
@@ -101,7 +109,7 @@ pub(super) struct Scratch {
 pub(super) fn product(way: Way, x: Rows<'_>, weights: &Weights, scratch: &mut Scratch, out: &mut [f32], store: Store) {
     let n = weights.n;
     assert!(x.width == weights.k && out.len() >= x.rows * n, "shapes of the product do not fit");
-    let all = x.width.next_multiple_of(SPREAD);
+    let (all, rounds) = (x.width.next_multiple_of(SPREAD), x.width.div_ceil(ROUND));
     for (round, at) in (0..x.width).step_by(ROUND).enumerate() {
         let inputs = ROUND.min(x.width - at);
         let width = inputs.next_multiple_of(SPREAD);
@@ -120,7 +128,7 @@ pub(super) fn product(way: Way, x: Rows<'_>, weights: &Weights, scratch: &mut Sc
                     x: &scratch.rows[first * width..(first + rows) * width],
                     width,
                     panel: &panel[at / 4 * PANEL..(at + width) / 4 * PANEL],
-                    offsets: &weights.offsets[(round * weights.scales.len()) + p * PANEL..][..PANEL],
+                    offsets: &weights.offsets[(p * rounds + round) * PANEL..][..PANEL],
                     row_scales: &scratch.scales[first..first + rows],
                     column_scales: &weights.scales[p * PANEL..][..PANEL],
                     columns,
@@ -255,6 +263,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::super::kernels::floats;
+    use super::super::of;
     use super::*;
 
     proptest! {
@@ -269,7 +278,7 @@ mod tests {
             x[k / 2] = 40.0;
             w[k / 3] = -9.0;
             let rows = Rows { data: &x, rows: m, width: k, stride: k };
-            let weights = Weights::pack(k, n, w.chunks_exact(k));
+            let weights = Weights::pack(k, n, &of(k, &w));
             let mut scratch = Scratch::default();
             let mut first: Option<Vec<f32>> = None;
             for way in Way::available() {
@@ -294,7 +303,7 @@ mod tests {
             #[cfg(target_arch = "x86_64")]
             if super::super::amx::available() {
                 use super::super::amx;
-                let weights = amx::Weights::pack(super::super::Precision::Int8, k, n, w.chunks_exact(k));
+                let weights = amx::Weights::pack(super::super::Precision::Int8, k, n, &of(k, &w));
                 let mut out = vec![1.0_f32; m * n];
                 amx::product(rows, &weights, &mut amx::Scratch::default(), &mut out, Store::Add);
                 prop_assert!(first == Some(out));
@@ -327,7 +336,7 @@ mod tests {
         for (value, finite) in [(0.0, true), (1e-38, true), (f32::NAN, false), (f32::INFINITY, false)] {
             let mut x = vec![0.0; 70];
             x[3] = value;
-            let weights = Weights::pack(70, 1, [floats(70, 1).as_slice()].into_iter());
+            let weights = Weights::pack(70, 1, &of(70, &floats(70, 1)));
             for way in Way::available() {
                 let mut out = [0.0];
                 let rows = Rows { data: &x, rows: 1, width: 70, stride: 70 };

@@ -493,10 +493,9 @@ pub(super) const SPREAD: usize = 64;
 fn hadamard(v: &mut [[f32; 16]; 4]) {
     for distance in [2, 1] {
         for i in (0..4).filter(|i| i & distance == 0) {
-            for lane in 0..16 {
-                let (a, b) = (v[i][lane], v[i + distance][lane]);
-                (v[i][lane], v[i + distance][lane]) = (a + b, a - b);
-            }
+            let (a, b) = (v[i], v[i + distance]);
+            v[i] = std::array::from_fn(|lane| a[lane] + b[lane]);
+            v[i + distance] = std::array::from_fn(|lane| a[lane] - b[lane]);
         }
     }
     for v in v {

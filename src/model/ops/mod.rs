@@ -14,6 +14,9 @@ mod kernels;
 mod memory;
 
 use std::cell::RefCell;
+use std::ops::Range;
+
+use rayon::prelude::*;
 
 pub use attention::{AttentionScratch, AttentionShape, attention};
 pub use delta::{DeltaScratch, DeltaShape, ShortConvolution, gated_delta};
@@ -71,6 +74,9 @@ enum Packed {
     Device(device::Weights),
 }
 
+/// Where weights come from: writes a row of them; false leaves it as it is, where a packed layer has a row of nothing.
+type Row<'a> = &'a (dyn Fn(usize, &mut [f32]) -> bool + Sync);
+
 /// Buffers of products, one set per thread.
 #[derive(Default)]
 struct ProductScratch {
@@ -87,43 +93,61 @@ thread_local! {
 
 impl Linear {
     /// Packs weights of shape `outputs x inputs`, given as consecutive blocks of rows (so that several layers over one input become
-    /// one product), and an optional bias for all outputs.
+    /// one product), and an optional bias for all outputs. Works on all threads there are.
     ///
     /// # Errors
     /// [`ModelError::Shape`] if a block is not whole rows or the bias has another length.
-    pub fn pack(inputs: usize, blocks: &[Vec<f32>], bias: Option<Vec<f32>>) -> Result<Self, ModelError> {
-        let floats: usize = blocks.iter().map(Vec::len).sum();
-        let outputs = floats / inputs.max(1);
-        let whole = inputs > 0 && blocks.iter().all(|b| b.len() % inputs == 0);
+    pub fn pack(inputs: usize, blocks: &[Numbers], bias: Option<Vec<f32>>) -> Result<Self, ModelError> {
+        let parts: Vec<Part<'_>> = blocks.iter().map(|numbers| Part { numbers, range: 0..numbers.len() }).collect();
+        Self::pack_parts(inputs, &parts, bias)
+    }
+
+    fn pack_parts(inputs: usize, blocks: &[Part<'_>], bias: Option<Vec<f32>>) -> Result<Self, ModelError> {
+        let count: usize = blocks.iter().map(|b| b.range.len()).sum();
+        let outputs = count / inputs.max(1);
+        let whole = inputs > 0 && blocks.iter().all(|b| b.range.len() % inputs == 0);
         if !whole || bias.as_ref().is_some_and(|b| b.len() != outputs) {
-            return Err(ModelError::Shape(format!("a layer of {inputs} inputs got weights of {floats} floats or a bias of another size")));
+            return Err(ModelError::Shape(format!("a layer of {inputs} inputs got {count} weights or a bias of another size")));
         }
         if let Some(device) = device::place() {
             let weights = Packed::Device(device::Weights::pack(&device, inputs, blocks)?);
             return Ok(Self { inputs, outputs, weights, bias });
         }
-        let rows = || blocks.iter().flat_map(|b| b.chunks_exact(inputs));
+        let row = |row: usize, out: &mut [f32]| {
+            let mut at = row * inputs;
+            for block in blocks {
+                if at < block.range.len() {
+                    block.numbers.read(block.range.start + at, out);
+                    return true;
+                }
+                at -= block.range.len();
+            }
+            false
+        };
         #[cfg(target_arch = "x86_64")]
         if amx::available() {
-            let weights = Packed::Tiles(amx::Weights::pack(device::precision(), inputs, outputs, rows()));
+            let weights = Packed::Tiles(amx::Weights::pack(device::precision(), inputs, outputs, &row));
             return Ok(Self { inputs, outputs, weights, bias });
         }
         let weights = match device::precision() {
-            Precision::F32 => Self::panels(inputs, outputs, rows()),
-            Precision::Bf16 => Packed::Bf16(bf16::Weights::pack(inputs, outputs, rows())),
-            Precision::Int8 => Packed::Int8(int8::Weights::pack(inputs, outputs, rows())),
+            Precision::F32 => Self::panels(inputs, outputs, &row),
+            Precision::Bf16 => Packed::Bf16(bf16::Weights::pack(inputs, outputs, &row)),
+            Precision::Int8 => Packed::Int8(int8::Weights::pack(inputs, outputs, &row)),
         };
         Ok(Self { inputs, outputs, weights, bias })
     }
 
-    fn panels<'a>(inputs: usize, outputs: usize, rows: impl Iterator<Item = &'a [f32]>) -> Packed {
+    fn panels(inputs: usize, outputs: usize, row: Row<'_>) -> Packed {
         let mut panels = Block::beside_others(outputs.div_ceil(PANEL) * PANEL * inputs, 0.0);
-        for (j, row) in rows.enumerate() {
-            let base = (j / PANEL) * PANEL * inputs + j % PANEL;
-            for (i, value) in row.iter().enumerate() {
-                panels[base + i * PANEL] = *value;
-            }
-        }
+        panels.par_chunks_mut(PANEL * inputs).enumerate().for_each_init(
+            || vec![0.0; inputs],
+            |floats, (p, panel)| {
+                for within in (0..PANEL).filter(|within| p * PANEL + within < outputs) {
+                    row(p * PANEL + within, floats);
+                    panel[within..].iter_mut().step_by(PANEL).zip(floats.iter()).for_each(|(out, v)| *out = *v);
+                }
+            },
+        );
         Packed::Panels(panels)
     }
 
@@ -200,17 +224,22 @@ impl GatedFeedForward {
     pub fn pack(
         inputs: usize,
         activation: Activation,
-        gate_up: [Vec<f32>; 2],
+        gate_up: [Numbers; 2],
         gate_up_bias: Option<Vec<f32>>,
-        down: Vec<f32>,
+        down: Numbers,
         down_bias: Option<Vec<f32>>,
     ) -> Result<Self, ModelError> {
         let width = gate_up[0].len() / inputs.max(1);
         let down = Linear::pack(width, &[down], down_bias)?;
         #[cfg(target_arch = "x86_64")]
         if amx::available() && device::place().is_none() && amx::fuses(device::precision(), inputs) {
-            let [gate, up] = &gate_up;
-            let weights = Packed::Tiles(amx::Weights::pack_gated(device::precision(), inputs, gate, up));
+            let row = |layer: usize, row: usize, out: &mut [f32]| {
+                if row < width {
+                    gate_up[layer].read(row * inputs, out);
+                }
+                row < width
+            };
+            let weights = Packed::Tiles(amx::Weights::pack_gated(device::precision(), inputs, width, &row));
             let gate_up = Linear { inputs, outputs: 2 * width, weights, bias: gate_up_bias };
             return Ok(Self { inputs, activation, gate_up, down, fused: true });
         }
@@ -285,6 +314,20 @@ impl FeedForward {
     }
 }
 
+/// Some of the numbers there are.
+struct Part<'a> {
+    numbers: &'a Numbers,
+    range: Range<usize>,
+}
+
+impl Part<'_> {
+    fn floats(&self) -> Vec<f32> {
+        let mut out = vec![0.0; self.range.len()];
+        self.numbers.read(self.range.start, &mut out);
+        out
+    }
+}
+
 /// Numbers as a checkpoint stores them.
 #[derive(Debug, Clone)]
 pub enum Numbers {
@@ -296,13 +339,36 @@ pub enum Numbers {
     Bf16(Vec<half::bf16>),
 }
 
+impl From<Vec<f32>> for Numbers {
+    fn from(values: Vec<f32>) -> Self {
+        Self::F32(values)
+    }
+}
+
 impl Numbers {
-    fn len(&self) -> usize {
+    /// All of them as floats.
+    #[must_use]
+    pub fn into_floats(self) -> Vec<f32> {
+        match self {
+            Self::F32(values) => values,
+            other => Part { range: 0..other.len(), numbers: &other }.floats(),
+        }
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
         match self {
             Self::F32(v) => v.len(),
             Self::F16(v) => v.len(),
             Self::Bf16(v) => v.len(),
         }
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
     }
 
     /// Writes `out.len()` numbers from `start` on.
@@ -324,16 +390,10 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// Takes a table of rows of `hidden` floats.
-    #[must_use]
-    pub fn new(hidden: usize, table: Vec<f32>) -> Self {
-        Self { hidden, table: Numbers::F32(table) }
-    }
-
     /// Takes a table of rows of `hidden` numbers as they are stored.
     #[must_use]
-    pub fn from_numbers(hidden: usize, table: Numbers) -> Self {
-        Self { hidden, table }
+    pub fn new(hidden: usize, table: impl Into<Numbers>) -> Self {
+        Self { hidden, table: table.into() }
     }
 
     /// Writes the embedding of each id into a row of `out`.
@@ -510,6 +570,15 @@ impl Rotary {
     }
 }
 
+/// A test's rows of weights.
+#[cfg(test)]
+fn of(k: usize, weights: &[f32]) -> impl Fn(usize, &mut [f32]) -> bool + Sync + '_ {
+    move |row, out| {
+        out.copy_from_slice(&weights[row * k..][..k]);
+        true
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::kernels::floats;
@@ -526,35 +595,42 @@ mod tests {
                 let layer = GatedFeedForward::pack(
                     inputs,
                     activation,
-                    [gate.clone(), up.clone()],
+                    [gate.clone().into(), up.clone().into()],
                     Some(bias.clone()),
-                    down.clone(),
+                    down.clone().into(),
                     Some(down_bias.clone()),
                 );
                 // The same layer as processors without a tile unit have it.
                 let panels = |inputs: usize, weights: &[f32], bias: &[f32]| {
                     let outputs = weights.len() / inputs;
-                    let packed = Linear::panels(inputs, outputs, weights.chunks_exact(inputs));
+                    let packed = Linear::panels(inputs, outputs, &of(inputs, weights));
                     Linear { inputs, outputs, weights: packed, bias: Some(bias.to_vec()) }
                 };
                 let gate_up = panels(inputs, &[gate.clone(), up.clone()].concat(), &bias);
                 let plain = GatedFeedForward { inputs, activation, gate_up, down: panels(width, &down, &down_bias), fused: false };
                 // And as an accelerator runs it, on candle's own processor.
                 let there = placed(Some(candle_core::Device::Cpu), Precision::F32, || {
-                    let gate_up = [gate.clone(), up.clone()];
-                    GatedFeedForward::pack(inputs, activation, gate_up, Some(bias.clone()), down.clone(), Some(down_bias.clone()))
+                    let gate_up = [gate.clone().into(), up.clone().into()];
+                    GatedFeedForward::pack(inputs, activation, gate_up, Some(bias.clone()), down.clone().into(), Some(down_bias.clone()))
                 });
                 let [rounded, integers] = [Precision::Bf16, Precision::Int8].map(|precision| {
                     placed(None, precision, || {
-                        let gate_up = [gate.clone(), up.clone()];
-                        GatedFeedForward::pack(inputs, activation, gate_up, Some(bias.clone()), down.clone(), Some(down_bias.clone()))
-                            .unwrap()
+                        let gate_up = [gate.clone().into(), up.clone().into()];
+                        GatedFeedForward::pack(
+                            inputs,
+                            activation,
+                            gate_up,
+                            Some(bias.clone()),
+                            down.clone().into(),
+                            Some(down_bias.clone()),
+                        )
+                        .unwrap()
                     })
                 });
                 // In integers, every processor has the same bits.
                 let words = |inputs: usize, weights: &[f32], bias: &[f32]| {
                     let outputs = weights.len() / inputs;
-                    let packed = Packed::Int8(int8::Weights::pack(inputs, outputs, weights.chunks_exact(inputs)));
+                    let packed = Packed::Int8(int8::Weights::pack(inputs, outputs, &of(inputs, weights)));
                     Linear { inputs, outputs, weights: packed, bias: Some(bias.to_vec()) }
                 };
                 let gate_up = words(inputs, &[gate.clone(), up.clone()].concat(), &bias);

@@ -65,7 +65,7 @@ fn attend(shape: AttentionShape, past: &[f32], qkv: &[f32], out: &mut [f32], scr
                 let second = (rows - 1) / SIDE;
                 let (a0, a1) = (&queries[..depth], &queries[second * depth..][..depth]);
                 for (step, scores) in steps.clone().zip(scores.iter_mut()) {
-                    multiply_blocks::<1, 1, false>(a0, a1, &keys[step * depth * 2..][..depth * 2], &[], scores);
+                    multiply_blocks::<1, 1, false>(a0, a1, &keys[step * depth * 2..][..depth * 2], false, &[], scores);
                 }
                 let mut inverse = [0.0; QUERIES];
                 for (r, inverse) in inverse.iter_mut().enumerate().take(rows) {
@@ -76,7 +76,14 @@ fn attend(shape: AttentionShape, past: &[f32], qkv: &[f32], out: &mut [f32], scr
                 let (a0, a1) = (&weights[..steps.len()], &weights[second * steps.len()..][..steps.len()]);
                 for pair in 0..pairs {
                     let mut sums = Sums::ZERO;
-                    multiply_blocks::<1, 1, false>(a0, a1, &values[(pair * all + steps.start) * 2..][..steps.len() * 2], &[], &mut sums);
+                    multiply_blocks::<1, 1, false>(
+                        a0,
+                        a1,
+                        &values[(pair * all + steps.start) * 2..][..steps.len() * 2],
+                        false,
+                        &[],
+                        &mut sums,
+                    );
                     let columns = (head_dim - pair * 2 * SIDE).min(2 * SIDE);
                     for (r, inverse) in inverse.iter().enumerate().take(rows) {
                         let line = &mut out[(first - before_all + r) * width + head * head_dim + pair * 2 * SIDE..][..columns];
