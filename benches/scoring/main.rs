@@ -2,7 +2,8 @@
 //!
 //! `RIGHT_RESET_BENCH_DATA` names a JSONL file with `id` and `text` (default: the demo corpus). `RIGHT_RESET_PEER` is the beginning of a
 //! command that takes `MODEL.gguf DATA.jsonl --dtype float32|bfloat16 --readout rr|lr --batch N --edges EDGES.jsonl` and ends with a JSON line that holds
-//! `tokens_per_s`; `RIGHT_RESET_PEER_BATCHES` the batch sizes of which its best counts (default 128).
+//! `tokens_per_s`; `RIGHT_RESET_PEER_BATCHES` the batch sizes of which its best counts (default 128). A word after `--` (`-- standard`) measures the rows
+//! whose name has it, and nothing else.
 #![allow(missing_docs, clippy::print_stdout, clippy::unwrap_used, clippy::expect_used)]
 
 mod peaks;
@@ -161,7 +162,8 @@ fn main() {
         "\n| what | precision | source tokens/s | forward tokens per token | share of the peak | peer | over the peer | correlation | same cuts |"
     );
     println!("|---|---|---|---|---|---|---|---|---|");
-    for way in ways(token) {
+    let filter = std::env::args().skip(1).find(|a| !a.starts_with('-'));
+    for way in ways(token).into_iter().filter(|w| filter.as_ref().is_none_or(|f| w.name.contains(f.as_str()))) {
         let mut edges_file = String::new();
         let mut documents = Vec::new();
         for (row, text) in rows.iter().zip(&texts) {
@@ -198,7 +200,6 @@ fn main() {
             let block = 2.0 * 576.0 * (2.0 * 576.0 + 2.0 * 192.0 + 3.0 * 1536.0);
             let blocks = if head { 30.0 } else { 22.0 };
             let operations = forward * (block * blocks + if head { 2.0 * 576.0 * 49152.0 } else { 0.0 });
-            let unit = if precision == Precision::F32 { "f32" } else { "bf16" };
             let (same, cuts) =
                 reference.as_ref().map_or((1.0, 1.0), |r| (correlation(&r.scores, &after.scores), overlap(&r.cuts, &after.cuts)));
             println!(
@@ -206,7 +207,7 @@ fn main() {
                 way.name,
                 precision.as_str(),
                 forward / tokens as f64,
-                operations / seconds / peak(unit),
+                operations / seconds / peak(precision.as_str()),
                 theirs.map_or("-".into(), |t| format!("{t:.0}")),
                 theirs.map_or("-".into(), |t| format!("{:.2}", speed / t)),
             );
@@ -215,6 +216,44 @@ fn main() {
         }
     }
     println!();
+    if filter.is_some() {
+        return;
+    }
+
+    // What a document costs must not depend on how many there are, and the head no more than its operations.
+    let [paper, lr, _] = <[Way; 3]>::try_from(ways(token)).ok().unwrap();
+    let documents: Vec<Document> = texts
+        .iter()
+        .map(|text| {
+            let ids = tokenizer.encode(text).unwrap();
+            let found = find_edges(text, &ids, EdgePolicy { grid: 8, sentence_ends: true });
+            Document { edges: found.edges.iter().filter(|e| e.is_candidate()).map(|e| e.token.0).collect(), ids: ids.ids }
+        })
+        .collect();
+    for precision in [Precision::F32, Precision::Bf16, Precision::Int8] {
+        let load = Load { depth: usize::MAX, extra: 1, head: true, device: Device::Cpu, precision };
+        let trunk = model::load_trunk(&found.path, load).unwrap();
+        let states = ScoreSpec { readouts: Readouts::rr(Tap::Final), ..lr.spec.clone() };
+        let median = |spec: &ScoreSpec, documents: &[Document]| {
+            let mut all: Vec<f64> = (0..3).map(|_| run(&trunk, spec, documents, threads).seconds).collect();
+            all.sort_by(f64::total_cmp);
+            all[1]
+        };
+        let (with, without) = (median(&lr.spec, &documents), median(&states, &documents));
+        let (blocks, head) = (30.0 * 576.0 * (2.0 * 576.0 + 2.0 * 192.0 + 3.0 * 1536.0), 576.0 * 49152.0);
+        let share = head / (blocks + head);
+        let name = precision.as_str();
+        println!(
+            "head, {name}: {:.2} of the time of LR, {:.2} times its share of operations",
+            1.0 - without / with,
+            (1.0 - without / with) / share
+        );
+        let once = median(&paper.spec, &documents);
+        for times in [2, 4] {
+            let more: Vec<Document> = (0..times).flat_map(|_| documents.clone()).collect();
+            println!("RR, {name}, {times} times the input: {:.2} times the time", median(&paper.spec, &more) / once);
+        }
+    }
 
     // Warm: the same documents through the whole operator, tokenizer, model and inference left out by the cache.
     let dir = tempfile::tempdir().unwrap();

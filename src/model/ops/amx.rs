@@ -20,7 +20,7 @@ use super::Row;
 use super::device::Precision;
 use super::int8::{ROTATIONS, ROUND};
 use super::kernels::{Activation, Isa, Rows, SPREAD, Store, quantise, split_parts};
-use super::memory::Block;
+use super::memory::{Block, Plain};
 pub(super) use attention::{AttentionScratch, attention};
 
 /// Rows and columns of a tile.
@@ -33,7 +33,7 @@ const TILE: usize = SIDE * DEPTH;
 const SLICE: usize = 24;
 const _: () = assert!(SPREAD == 2 * DEPTH && SLICE * SPREAD == ROUND, "a round of integers is a slice of tiles");
 /// Tiles of rows that go through all columns together: they stay in the second-level cache meanwhile.
-const ROW_TILES: usize = 1536;
+const ROW_TILES: usize = 1920;
 /// Tiles of a pair of columns' blocks that stay in the first-level cache, beside the rows that stream through it.
 const NEAR: usize = 12;
 /// bf16 parts of a float.
@@ -74,7 +74,8 @@ fn permitted() -> bool {
 #[repr(C, align(64))]
 struct TileData([u16; TILE]);
 
-const ZERO: TileData = TileData([0; TILE]);
+// SAFETY: all bits zero is 0 in each number.
+unsafe impl Plain for TileData {}
 
 /// Weights in tiles: for each pair of column blocks, each step of k, the parts of both blocks.
 #[derive(Debug)]
@@ -105,7 +106,7 @@ impl Weights {
         let parts = if precision == Precision::F32 { used_parts(k, n, row) } else { 1 };
         let mut weights = Self { tiles: Block::default(), k, n, precision, parts, scales: Vec::new() };
         let (steps, pairs) = (k.div_ceil(weights.depth()), n.div_ceil(2 * SIDE));
-        weights.tiles = Block::beside_others(pairs * steps * parts * 2, ZERO);
+        weights.tiles = Block::beside_others(pairs * steps * parts * 2);
         weights.scales = vec![0.0; pairs * 2 * SIDE];
         let all = weights.tiles.par_chunks_mut(steps * parts * 2).zip(weights.scales.par_chunks_mut(2 * SIDE));
         all.enumerate().for_each_init(
@@ -242,9 +243,9 @@ impl Tiled {
 
     fn pack_integers(&mut self, x: Rows<'_>, rotated: &mut Block<f32>) {
         let (steps, blocks) = (x.width.div_ceil(SPREAD), x.rows.div_ceil(SIDE));
-        self.tiles.reserve(blocks * steps, ZERO);
-        self.scales.reserve(blocks * SIDE, 0.0);
-        rotated.reserve(steps * SPREAD, 0.0);
+        self.tiles.reserve(blocks * steps);
+        self.scales.reserve(blocks * SIDE);
+        rotated.reserve(steps * SPREAD);
         for (r, scale) in self.scales.iter_mut().enumerate().take(x.rows) {
             let tiles = &mut self.tiles[r / SIDE * steps..][..steps];
             // SAFETY: tiles are bytes, 1024 each.
@@ -259,6 +260,9 @@ impl Tiled {
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 struct Sums([[[f32; SIDE]; SIDE]; 4]);
+
+// SAFETY: all bits zero is 0 in each sum.
+unsafe impl Plain for Sums {}
 
 impl Sums {
     const ZERO: Self = Self([[[0.0; SIDE]; SIDE]; 4]);
@@ -299,7 +303,7 @@ fn pack_rows(x: Rows<'_>, parts: usize, tiles: &mut Block<TileData>) {
     use std::arch::x86_64::*;
     let odd = odd_words();
     let steps = x.width.div_ceil(DEPTH);
-    tiles.reserve(x.rows.div_ceil(SIDE) * steps * parts, ZERO);
+    tiles.reserve(x.rows.div_ceil(SIDE) * steps * parts);
     for (block, tiles) in tiles.chunks_exact_mut(steps * parts).take(x.rows.div_ceil(SIDE)).enumerate() {
         for (step, tiles) in tiles.chunks_exact_mut(parts).enumerate() {
             let at = step * DEPTH;
@@ -365,9 +369,10 @@ fn with_tiles(work: impl FnOnce()) {
     unsafe { asm!("tilerelease", options(nostack, nomem)) };
 }
 
-/// Rows whose tiles, `steps` for each part of a block, fit the second-level cache.
-fn rows_at_once(steps: usize, parts: usize) -> usize {
-    (ROW_TILES / (2 * steps * parts)).max(1) * 2 * SIDE
+/// Of `rows`, how many go through all columns together: their tiles, `steps` for each part of a block, fit the second-level cache.
+fn rows_at_once(rows: usize, steps: usize, parts: usize) -> usize {
+    let most = (ROW_TILES / (2 * steps * parts)).max(1) * 2 * SIDE;
+    rows.div_ceil(rows.div_ceil(most).max(1)).next_multiple_of(2 * SIDE).max(2 * SIDE)
 }
 
 /// `out = x * weights` (or `out += ...`). Must only be called where [`available`].
@@ -383,7 +388,7 @@ pub(super) fn product(x: Rows<'_>, weights: &Weights, scratch: &mut Scratch, out
             let steps = slice..all.min(slice + SLICE);
             let width = (x.width - slice * depth).min(SLICE * depth);
             let store = if slice == 0 { store } else { Store::Add };
-            let group = rows_at_once(steps.len(), row_parts);
+            let group = rows_at_once(x.rows, steps.len(), row_parts);
             for first in (0..x.rows).step_by(group) {
                 let x = Rows { data: &x.data[first * x.stride + slice * depth..], rows: group.min(x.rows - first), width, ..x };
                 let out = &mut out[first * n..];
@@ -413,7 +418,7 @@ pub(super) fn gated(
     let width = down.k.next_multiple_of(DEPTH);
     assert!(x.width == gate_up.k && gate_up.n == 2 * width && out.len() >= x.rows * n, "shapes of the layer do not fit");
     assert!(bias.is_none_or(|bias| bias.len() == 2 * down.k), "bias of another size");
-    let group = rows_at_once(inputs + all.min(SLICE), parts);
+    let group = rows_at_once(x.rows, inputs + all.min(SLICE), parts);
     with_tiles(|| {
         let Scratch { rows: tiled, inner, rotated, between } = scratch;
         for first in (0..x.rows).step_by(group) {
@@ -425,9 +430,9 @@ pub(super) fn gated(
                 // Columns of the gate in this slice, and where they begin.
                 let (start, columns) = (slice * depth, (steps.len() * depth).min(width - slice * depth));
                 if precision == Precision::Int8 {
-                    between.reserve(x.rows * columns, 0.0);
+                    between.reserve(x.rows * columns);
                 } else {
-                    inner.tiles.reserve(x.rows.div_ceil(SIDE) * steps.len() * parts, ZERO);
+                    inner.tiles.reserve(x.rows.div_ceil(SIDE) * steps.len() * parts);
                 }
                 let pairs = start / SIDE..(start + columns) / SIDE;
                 multiply(tiled, x.rows, gate_up, 0..inputs, pairs, &mut |sums, scales, row, pair| {

@@ -59,7 +59,7 @@ impl Weights {
     /// Packs rows of `k` weights, `n` of them.
     pub(super) fn pack(k: usize, n: usize, row: Row<'_>) -> Self {
         let steps = k.div_ceil(2);
-        let mut pairs = Block::beside_others(n.div_ceil(PANEL) * PANEL * steps, 0);
+        let mut pairs = Block::beside_others(n.div_ceil(PANEL) * PANEL * steps);
         pairs.par_chunks_mut(PANEL * steps).enumerate().for_each_init(
             || vec![0.0; k],
             |floats, (p, panel)| {
@@ -76,7 +76,7 @@ impl Weights {
 /// Packs rows into blocks of [`BLOCK`] (the last may be shorter), each block pair by pair.
 fn pack_rows(x: Rows<'_>, packed: &mut Block<u32>) {
     let steps = x.width.div_ceil(2);
-    packed.reserve(x.rows * steps, 0);
+    packed.reserve(x.rows * steps);
     for first in (0..x.rows).step_by(BLOCK) {
         let rows = BLOCK.min(x.rows - first);
         let block = &mut packed[first * steps..(first + rows) * steps];

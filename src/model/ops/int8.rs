@@ -73,7 +73,7 @@ impl Weights {
     pub(super) fn pack(k: usize, n: usize, row: Row<'_>) -> Self {
         let (width, columns) = (k.next_multiple_of(SPREAD), n.next_multiple_of(PANEL));
         let rounds = width.div_ceil(ROUND);
-        let mut words = Block::beside_others(columns * width / 4, 0);
+        let mut words = Block::beside_others(columns * width / 4);
         let mut offsets = vec![0; rounds * columns];
         let mut scales = vec![0.0; columns];
         let panels = words.par_chunks_mut(PANEL * width / 4).zip(offsets.par_chunks_mut(rounds * PANEL)).zip(scales.par_chunks_mut(PANEL));
@@ -113,9 +113,9 @@ pub(super) fn product(way: Way, x: Rows<'_>, weights: &Weights, scratch: &mut Sc
     for (round, at) in (0..x.width).step_by(ROUND).enumerate() {
         let inputs = ROUND.min(x.width - at);
         let width = inputs.next_multiple_of(SPREAD);
-        scratch.rotated.reserve(width, 0.0);
-        scratch.rows.reserve(x.rows * width, 0);
-        scratch.scales.reserve(x.rows, 0.0);
+        scratch.rotated.reserve(width);
+        scratch.rows.reserve(x.rows * width);
+        scratch.scales.reserve(x.rows);
         for (r, (row, scale)) in scratch.rows.chunks_exact_mut(width).zip(scratch.scales.iter_mut()).take(x.rows).enumerate() {
             *scale = quantise(Isa::best(), &x.data[r * x.stride + at..][..inputs], &mut scratch.rotated, row, SPREAD);
         }

@@ -82,7 +82,7 @@ impl Rows<'_> {
 /// Packs rows into blocks of [`BLOCK`] (the last may be shorter), each block column by column, so that a tile reads them in a line.
 pub(super) fn pack_rows(x: Rows<'_>, packed: &mut Block<f32>) {
     x.check();
-    packed.reserve(x.rows * x.width, 0.0);
+    packed.reserve(x.rows * x.width);
     for first in (0..x.rows).step_by(BLOCK) {
         let rows = BLOCK.min(x.rows - first);
         let block = &mut packed[first * x.width..(first + rows) * x.width];

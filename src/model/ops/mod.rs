@@ -40,7 +40,7 @@ pub struct Buffer(Block<f32>);
 impl Buffer {
     /// The first `len` floats, whatever they hold.
     pub fn get(&mut self, len: usize) -> &mut [f32] {
-        self.0.reserve(len, 0.0);
+        self.0.reserve(len);
         &mut self.0[..len]
     }
 }
@@ -138,7 +138,7 @@ impl Linear {
     }
 
     fn panels(inputs: usize, outputs: usize, row: Row<'_>) -> Packed {
-        let mut panels = Block::beside_others(outputs.div_ceil(PANEL) * PANEL * inputs, 0.0);
+        let mut panels = Block::beside_others(outputs.div_ceil(PANEL) * PANEL * inputs);
         panels.par_chunks_mut(PANEL * inputs).enumerate().for_each_init(
             || vec![0.0; inputs],
             |floats, (p, panel)| {

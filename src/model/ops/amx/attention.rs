@@ -5,7 +5,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{DEPTH, SIDE, Sums, TileData, ZERO, multiply_blocks, odd_words, pack_rows, round, with_tiles};
+use super::{DEPTH, SIDE, Sums, TileData, multiply_blocks, odd_words, pack_rows, round, with_tiles};
 use crate::model::ops::attention::AttentionShape;
 use crate::model::ops::kernels::{Rows, exp};
 use crate::model::ops::memory::Block;
@@ -41,8 +41,8 @@ fn attend(shape: AttentionShape, past: &[f32], qkv: &[f32], out: &mut [f32], scr
     let tokens = before_all + qkv.len() / row;
     let (depth, all, pairs) = (head_dim.div_ceil(DEPTH), tokens.div_ceil(DEPTH), head_dim.div_ceil(2 * SIDE));
     let AttentionScratch { keys, values, queries, scores, weights } = scratch;
-    keys.reserve(all * 2 * depth, ZERO);
-    values.reserve(all * 2 * pairs, ZERO);
+    keys.reserve(all * 2 * depth);
+    values.reserve(all * 2 * pairs);
     // Keys and values of a token.
     let kept = |t: usize| match t.checked_sub(before_all) {
         None => &past[t * shape.kv()..][..shape.kv()],
@@ -57,8 +57,8 @@ fn attend(shape: AttentionShape, past: &[f32], qkv: &[f32], out: &mut [f32], scr
                 let rows = QUERIES.min(tokens - first);
                 let before = |query: usize| window.map_or(0, |window| (query + 1).saturating_sub(window));
                 let steps = before(first) / DEPTH..(first + rows).div_ceil(DEPTH);
-                scores.reserve(steps.len(), Sums::ZERO);
-                weights.reserve(2 * steps.len(), ZERO);
+                scores.reserve(steps.len());
+                weights.reserve(2 * steps.len());
                 let data = &qkv[(first - before_all) * row + head * head_dim..];
                 pack_rows(Rows { data, rows, width: head_dim, stride: row }, 1, queries);
                 // Where there is no second block, the first is multiplied twice.
