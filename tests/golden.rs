@@ -172,7 +172,8 @@ fn correlation(a: &[f64], b: &[f64]) -> f64 {
 fn tokens_and_scores_of_real_text_with_real_weights() {
     let path = common::model();
     let trunk = model::load_trunk(&path, ALL).unwrap();
-    let rounded = model::load_trunk(&path, Load { precision: Precision::Bf16, ..ALL }).unwrap();
+    let rounded = [(Precision::Bf16, 0.9995), (Precision::Int8, 0.99)]
+        .map(|(precision, least)| (precision, least, model::load_trunk(&path, Load { precision, ..ALL }).unwrap()));
     let tokenizer = model::load_tokenizer(&path).unwrap();
     for text in ["bees", "savings", "scripts"] {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/golden/smollm2/{text}.json"));
@@ -220,16 +221,19 @@ fn tokens_and_scores_of_real_text_with_real_weights() {
         assert!(worst < 2e-4, "{text}: RR is off by {worst:.2e}");
 
         // Rounded products: nearly the same order of edges.
-        let engine = Engine::new(rounded.clone(), spec(readouts, 24, Positions::Original), options(2, 2048)).unwrap();
-        let again = engine.score_blocking(Document { ids: ids.clone(), edges: places.clone() }).unwrap();
-        for readout in [Readout::Rr, Readout::Lr] {
+        for (readout, (precision, least, rounded)) in
+            [Readout::Rr, Readout::Lr].into_iter().flat_map(|r| rounded.iter().map(move |p| (r, p)))
+        {
+            let engine = Engine::new(rounded.clone(), spec(readouts, 24, Positions::Original), options(2, 2048)).unwrap();
+            let again = engine.score_blocking(Document { ids: ids.clone(), edges: places.clone() }).unwrap();
             let scores = |curves: &[EdgeCurves]| -> Vec<f64> {
                 let own = curves.iter().zip(&places).map(|(c, &b)| (c, 24.min(ids.len() as u32 - b)));
                 own.map(|(c, m)| f64::from(score_at(readout, c.get(readout), m, 1, 24))).filter(|s| !s.is_nan()).collect()
             };
             let found = correlation(&scores(&curves), &scores(&again));
-            assert!(found > 0.9995 && found < 1.0 - 1e-9, "{text}: {} in bf16 correlates {found}", readout.as_str());
-            println!("{text}: {} in bf16 correlates {found:.6}", readout.as_str());
+            let what = format!("{text}: {} in {} correlates {found:.6}", readout.as_str(), precision.as_str());
+            assert!(found > *least && found < 1.0 - 1e-9, "{what}");
+            println!("{what}");
         }
         println!("{text}: {} edges, RR off by at most {worst:.2e}, LR and KL by {worst_head:.2e} nats", edges.len());
 

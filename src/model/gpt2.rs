@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::config::{Json, Metadata};
-use super::ops::{Activation, AttentionShape, Embedding, FeedForward, Head, LayerNorm, Linear, Output, Precision, ROW_TILE};
+use super::ops::{Activation, AttentionShape, Embedding, FeedForward, Head, LayerNorm, Linear, Numbers, Output, Precision, ROW_TILE};
 use super::weights::Weights;
 use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
 
@@ -101,14 +101,18 @@ impl Gpt2 {
         let mut blocks = Vec::new();
         for layer in 0..config.layers.min(load.depth) {
             // Checkpoints hold these layers as `inputs x outputs`.
-            let linear = |name: &str, inputs: usize, outputs: usize| {
+            let stored = |name: &str, inputs: usize, outputs: usize| {
                 let name = format!("h.{layer}.{name}");
                 let bias = weights.get(&format!("{name}.bias"), &[outputs])?;
-                Linear::pack(inputs, &[weights.get_transposed(&format!("{name}.weight"), inputs, outputs)?.into()], Some(bias))
+                let stored = weights.get_transposed(&format!("{name}.weight"), inputs, outputs)?;
+                Ok::<_, ModelError>((Numbers::from(stored), Some(bias)))
             };
-            let qkv = linear("attn.c_attn", hidden, 3 * hidden)?;
-            let output = linear("attn.c_proj", hidden, hidden)?;
-            let (up, down) = (linear("mlp.c_fc", hidden, feed_forward)?, linear("mlp.c_proj", feed_forward, hidden)?);
+            let ((qkv, qkv_bias), (output, output_bias)) =
+                (stored("attn.c_attn", hidden, 3 * hidden)?, stored("attn.c_proj", hidden, hidden)?);
+            let ((up, up_bias), (down, down_bias)) =
+                (stored("mlp.c_fc", hidden, feed_forward)?, stored("mlp.c_proj", feed_forward, hidden)?);
+            let (qkv, output) = (Linear::pack(hidden, &[qkv], qkv_bias)?, Linear::pack_residual(hidden, &output, output_bias)?);
+            let (up, down) = (Linear::pack(hidden, &[up], up_bias)?, Linear::pack_residual(feed_forward, &down, down_bias)?);
             blocks.push(Block {
                 attention_norm: norm(weights, &format!("h.{layer}.ln_1"), hidden, eps)?,
                 qkv,

@@ -113,15 +113,16 @@ impl GptNeox {
             } else {
                 (None, None)
             };
-            let linear = |name: &str, inputs: usize, outputs: usize| {
-                let bias = get(&format!("{name}.bias"), &[outputs])?;
-                Linear::pack(inputs, &[get(&format!("{name}.weight"), &[outputs, inputs])?.into()], Some(bias))
+            let stored = |name: &str, shape: &[usize; 2]| {
+                Ok::<_, ModelError>((get(&format!("{name}.weight"), shape)?.into(), Some(get(&format!("{name}.bias"), &shape[..1])?)))
             };
-            let (up, down) = (linear("mlp.dense_h_to_4h", hidden, feed_forward)?, linear("mlp.dense_4h_to_h", feed_forward, hidden)?);
+            let (up, up_bias) = stored("mlp.dense_h_to_4h", &[feed_forward, hidden])?;
+            let (down, down_bias) = stored("mlp.dense_4h_to_h", &[hidden, feed_forward])?;
+            let (up, down) = (Linear::pack(hidden, &[up], up_bias)?, Linear::pack_residual(feed_forward, &down, down_bias)?);
             blocks.push(Block {
                 attention_norm,
                 qkv: Linear::pack(hidden, &[qkv.into()], qkv_bias)?,
-                output: Linear::pack(hidden, &[output.into()], output_bias)?,
+                output: Linear::pack_residual(hidden, &output.into(), output_bias)?,
                 feed_forward_norm,
                 feed_forward: FeedForward::new(config.activation, up, down),
             });

@@ -19,8 +19,8 @@ use crate::io::{SourceBatch, TextCell};
 use crate::model::ops::{Device, Precision};
 use crate::model::{self, Encoder, EncoderIdentity, Identity, Load, ModelError, ModelPath, Tap};
 use crate::score::{
-    Curves, Document, EMBED_TOKENS, EmbeddingBoundary, Engine, EngineOptions, EngineStats, KERNEL_REVISION, Knots, Positions, Prefix,
-    Readout, Readouts, ScoreError, ScoreSpec, Stage, reach, sides,
+    Curves, Document, EMBED_TOKENS, EmbeddingBoundary, Engine, EngineOptions, EngineStats, Knots, Positions, Prefix, Readout, Readouts,
+    ScoreError, ScoreSpec, Stage, kernel_revision, reach, sides,
 };
 use crate::segment::Limits;
 use crate::text::{Edge, EdgePolicy, Edges, SEGMENTER_VERSION, TOKENIZERS_VERSION, Tokenizer, Tokens, find_edges};
@@ -866,7 +866,7 @@ fn score_fields(identity: &Identity, policy: EdgePolicy, s: &ScoreSettings, read
         ("bos", s.bos.map_or("none".into(), |id| id.to_string())),
         ("precision", s.precision.as_str().into()),
         ("device", s.device.class().into()),
-        ("kernel_revision", KERNEL_REVISION.to_string()),
+        ("kernel_revision", kernel_revision(s.precision).to_string()),
     ]);
     // Only RR depends on where states are read.
     if let (Readout::Rr, Some(tap)) = (readout, s.readouts.rr) {

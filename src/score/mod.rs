@@ -13,10 +13,14 @@ pub use curve::{Curve, Curves, Damage, Knots, kept_positions, score_at};
 pub use engine::{Document, EdgeCurves, Engine, EngineOptions, EngineStats};
 pub use stages::{Stage, reach};
 
+use crate::model::ops::Precision;
 use crate::model::{ModelError, Tap};
 
 /// Revision of the kernels and of the order of their operations: part of the score key, raised when a change of code changes bits.
-pub const KERNEL_REVISION: u32 = 2;
+#[must_use]
+pub fn kernel_revision(precision: Precision) -> u32 {
+    if precision == Precision::F32 { 2 } else { 3 }
+}
 
 /// What can go wrong while scoring.
 #[derive(Debug, thiserror::Error)]

@@ -81,7 +81,8 @@ fn promise_1_chunks_concatenate_to_the_document() {
 
 #[test]
 fn promise_2_a_window_has_the_same_bits_alone_or_in_any_batch() {
-    for precision in [model::ops::Precision::F32, model::ops::Precision::Bf16] {
+    use model::ops::Precision;
+    for precision in [Precision::F32, Precision::Bf16, Precision::Int8] {
         same_bits(precision);
     }
 }
@@ -198,6 +199,7 @@ fn promise_3_what_changes_a_score_changes_the_key_and_segmentation_does_not() {
         "score.context=256",
         "model.bos=true",
         "model.precision=bf16",
+        "model.precision=int8",
         "edges.grid=4",
         "edges.sentence_ends=false",
     ] {

@@ -218,8 +218,6 @@ pub(super) struct Scratch {
     rows: Tiled,
     inner: Tiled,
     rotated: Block<f32>,
-    /// What goes between two layers, where it cannot be made into tiles at once.
-    between: Block<f32>,
 }
 
 /// Rows in tiles: for each block of 16 rows and each step of k, the parts.
@@ -413,52 +411,33 @@ pub(super) fn gated(
     out: &mut [f32],
 ) {
     let n = down.n;
-    let (precision, depth, parts) = (down.precision, down.depth(), down.row_parts());
-    let (inputs, all) = (x.width.div_ceil(depth), down.k.div_ceil(depth));
-    let width = down.k.next_multiple_of(DEPTH);
-    assert!(x.width == gate_up.k && gate_up.n == 2 * width && out.len() >= x.rows * n, "shapes of the layer do not fit");
+    let (inputs, all, parts) = (x.width.div_ceil(gate_up.depth()), down.k.div_ceil(DEPTH), down.row_parts());
+    assert!(x.width == gate_up.k && gate_up.n == 2 * all * DEPTH && out.len() >= x.rows * n, "shapes of the layer do not fit");
+    assert!(down.precision != Precision::Int8, "what goes into the second layer has no scale");
     assert!(bias.is_none_or(|bias| bias.len() == 2 * down.k), "bias of another size");
     let group = rows_at_once(x.rows, inputs + all.min(SLICE), parts);
     with_tiles(|| {
-        let Scratch { rows: tiled, inner, rotated, between } = scratch;
+        let Scratch { rows: tiled, inner, rotated } = scratch;
         for first in (0..x.rows).step_by(group) {
             let x = Rows { data: &x.data[first * x.stride..], rows: group.min(x.rows - first), ..x };
             let out = &mut out[first * n..];
-            tiled.pack(x, precision, rotated);
+            tiled.pack(x, gate_up.precision, rotated);
             for slice in (0..all).step_by(SLICE) {
                 let steps = slice..all.min(slice + SLICE);
-                // Columns of the gate in this slice, and where they begin.
-                let (start, columns) = (slice * depth, (steps.len() * depth).min(width - slice * depth));
-                if precision == Precision::Int8 {
-                    between.reserve(x.rows * columns);
-                } else {
-                    inner.tiles.reserve(x.rows.div_ceil(SIDE) * steps.len() * parts);
-                }
-                let pairs = start / SIDE..(start + columns) / SIDE;
-                multiply(tiled, x.rows, gate_up, 0..inputs, pairs, &mut |sums, scales, row, pair| {
+                inner.tiles.reserve(x.rows.div_ceil(SIDE) * steps.len() * parts);
+                multiply(tiled, x.rows, gate_up, 0..inputs, 2 * steps.start..2 * steps.end, &mut |sums, scales, row, pair| {
                     let bias = bias.map(|bias| bias.split_at(down.k)).map(|(gate, up)| {
                         let columns = (pair * SIDE).min(down.k)..((pair + 1) * SIDE).min(down.k);
                         (&gate[columns.clone()], &up[columns])
                     });
-                    let at = pair * SIDE - start;
                     for (half, sums) in sums.0.as_chunks::<2>().0.iter().enumerate().take((x.rows - row).div_ceil(SIDE)) {
-                        let row = row + half * SIDE;
-                        let gated = Gated { sums, scales: scales.map(|s| Scales { rows: &s.rows[half * SIDE..], ..s }), activation, bias };
+                        let step = (row / SIDE + half) * steps.len() + pair / 2 - steps.start;
+                        let scales = scales.map(|s| Scales { rows: &s.rows[half * SIDE..], ..s });
+                        let tiles = &mut inner.tiles[step * parts..(step + 1) * parts];
                         // SAFETY: where tiles are used, the processor has these instructions (`available`).
-                        unsafe {
-                            if precision == Precision::Int8 {
-                                gated.store(x.rows - row, &mut between[row * columns + at..], columns);
-                            } else {
-                                let step = row / SIDE * steps.len() + at / DEPTH;
-                                gated.split(&mut inner.tiles[step * parts..(step + 1) * parts], at % DEPTH);
-                            }
-                        }
+                        unsafe { Gated { sums, scales, activation, bias }.split(tiles, pair % 2 * SIDE) };
                     }
                 });
-                if precision == Precision::Int8 {
-                    let real = columns.min(down.k - start);
-                    inner.pack(Rows { data: &between[..], rows: x.rows, width: real, stride: columns }, precision, rotated);
-                }
                 multiply_into(inner, x.rows, down, steps, out, Store::Add);
             }
         }
@@ -572,14 +551,6 @@ impl Gated<'_> {
                 unsafe { _mm256_storeu_si256(tile.0[r * DEPTH + at..][..SIDE].as_mut_ptr().cast(), words) };
                 rest = _mm512_sub_ps(rest, part);
             }
-        }
-    }
-
-    /// Writes the block, or what there is of `rows` if less, to rows that are `stride` floats apart.
-    #[target_feature(enable = "avx512f,avx512bw")]
-    fn store(&self, rows: usize, out: &mut [f32], stride: usize) {
-        for r in 0..rows.min(SIDE) {
-            out[r * stride..][..SIDE].copy_from_slice(&self.row(r));
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The output head: log-probabilities of tokens and divergences of distributions, without a row of logits being held whole.
 
 use super::kernels::{self, Isa};
-use super::{Buffer, Linear, Numbers, Output, Part};
+use super::{Buffer, Linear, Numbers, Output, Part, device};
 use crate::model::ModelError;
 
 /// Tokens of the vocabulary whose logits are computed at once: for [`ROWS`] rows they fit the second-level cache.
@@ -57,7 +57,7 @@ impl Head {
     pub fn pack(hidden: usize, weights: &Numbers, cap: Option<f32>) -> Result<Self, ModelError> {
         let block = |start: usize| {
             let range = start..(start + COLUMNS * hidden.max(1)).min(weights.len());
-            Linear::pack_parts(hidden, &[Part { numbers: weights, range }], None)
+            Linear::pack_parts(hidden, &[Part { numbers: weights, range }], None, device::precision())
         };
         let blocks = (0..weights.len()).step_by(COLUMNS * hidden.max(1)).map(block).collect::<Result<Vec<_>, _>>()?;
         Ok(Self { hidden, vocab: weights.len() / hidden.max(1), blocks, cap })
