@@ -229,7 +229,7 @@ impl Gemma4 {
                 let keys = RmsNorm::new(get("self_attn.k_norm.weight", &[layer.head_dim])?, eps);
                 key_norms = Some([keys, RmsNorm::new(vec![1.0; layer.head_dim], eps)]);
             }
-            let output = Linear::pack_residual(q, &stored("self_attn.o_proj.weight", &[hidden, q])?, None)?;
+            let output = Linear::pack(q, &[stored("self_attn.o_proj.weight", &[hidden, q])?], None)?;
             let wide = config.feed_forward * if config.double_wide && layer.shared { 2 } else { 1 };
             let gate_up = [stored("mlp.gate_proj.weight", &[wide, hidden])?, stored("mlp.up_proj.weight", &[wide, hidden])?];
             let down = stored("mlp.down_proj.weight", &[hidden, wide])?;
@@ -242,7 +242,7 @@ impl Gemma4 {
                         None,
                     )?,
                     gate: Linear::pack(hidden, &[stored("per_layer_input_gate.weight", &[per_layer, hidden])?], None)?,
-                    output: Linear::pack_residual(per_layer, &stored("per_layer_projection.weight", &[hidden, per_layer])?, None)?,
+                    output: Linear::pack(per_layer, &[stored("per_layer_projection.weight", &[hidden, per_layer])?], None)?,
                     norm: RmsNorm::new(get("post_per_layer_input_norm.weight", &[hidden])?, eps),
                 }),
             };

@@ -111,8 +111,8 @@ impl Gpt2 {
                 (stored("attn.c_attn", hidden, 3 * hidden)?, stored("attn.c_proj", hidden, hidden)?);
             let ((up, up_bias), (down, down_bias)) =
                 (stored("mlp.c_fc", hidden, feed_forward)?, stored("mlp.c_proj", feed_forward, hidden)?);
-            let (qkv, output) = (Linear::pack(hidden, &[qkv], qkv_bias)?, Linear::pack_residual(hidden, &output, output_bias)?);
-            let (up, down) = (Linear::pack(hidden, &[up], up_bias)?, Linear::pack_residual(feed_forward, &down, down_bias)?);
+            let (qkv, output) = (Linear::pack(hidden, &[qkv], qkv_bias)?, Linear::pack(hidden, &[output], output_bias)?);
+            let (up, down) = (Linear::pack_wide(hidden, &[up], up_bias)?, Linear::pack(feed_forward, &[down], down_bias)?);
             blocks.push(Block {
                 attention_norm: norm(weights, &format!("h.{layer}.ln_1"), hidden, eps)?,
                 qkv,

@@ -118,11 +118,11 @@ impl GptNeox {
             };
             let (up, up_bias) = stored("mlp.dense_h_to_4h", &[feed_forward, hidden])?;
             let (down, down_bias) = stored("mlp.dense_4h_to_h", &[hidden, feed_forward])?;
-            let (up, down) = (Linear::pack(hidden, &[up], up_bias)?, Linear::pack_residual(feed_forward, &down, down_bias)?);
+            let (up, down) = (Linear::pack_wide(hidden, &[up], up_bias)?, Linear::pack(feed_forward, &[down], down_bias)?);
             blocks.push(Block {
                 attention_norm,
                 qkv: Linear::pack(hidden, &[qkv.into()], qkv_bias)?,
-                output: Linear::pack_residual(hidden, &output.into(), output_bias)?,
+                output: Linear::pack(hidden, &[output.into()], output_bias)?,
                 feed_forward_norm,
                 feed_forward: FeedForward::new(config.activation, up, down),
             });

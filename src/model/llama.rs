@@ -153,7 +153,7 @@ impl Llama {
                 stored("self_attn.k_proj.weight", &[kv, hidden])?,
                 stored("self_attn.v_proj.weight", &[kv, hidden])?,
             ];
-            let output = stored("self_attn.o_proj.weight", &[hidden, q])?;
+            let output = [stored("self_attn.o_proj.weight", &[hidden, q])?];
             let gate_up =
                 [stored("mlp.gate_proj.weight", &[feed_forward, hidden])?, stored("mlp.up_proj.weight", &[feed_forward, hidden])?];
             let down = stored("mlp.down_proj.weight", &[hidden, feed_forward])?;
@@ -173,7 +173,7 @@ impl Llama {
                 attention_norm,
                 qkv: Linear::pack(hidden, &qkv, qkv_bias)?,
                 head_norms,
-                output: Linear::pack_residual(q, &output, output_bias)?,
+                output: Linear::pack(q, &output, output_bias)?,
                 feed_forward_norm,
                 feed_forward: GatedFeedForward::pack(hidden, config.activation, gate_up, gate_up_bias, down, down_bias)?,
             });

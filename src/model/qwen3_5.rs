@@ -173,7 +173,7 @@ impl Qwen35 {
                         centred(get("self_attn.k_norm.weight", &[head_dim])?),
                     ],
                 };
-                (Mixer::Attention(attention), Linear::pack_residual(q, &stored("self_attn.o_proj.weight", &[hidden, q])?, output_bias)?)
+                (Mixer::Attention(attention), Linear::pack(q, &[stored("self_attn.o_proj.weight", &[hidden, q])?], output_bias)?)
             } else {
                 let (values, n) = (shape.values(), shape.value_heads);
                 let gates = [
@@ -189,7 +189,7 @@ impl Qwen35 {
                     bias: get("linear_attn.dt_bias", &[n])?,
                     norm: RmsNorm::new(get("linear_attn.norm.weight", &[shape.value_dim])?, eps),
                 };
-                (Mixer::Delta(delta), Linear::pack_residual(values, &stored("linear_attn.out_proj.weight", &[hidden, values])?, None)?)
+                (Mixer::Delta(delta), Linear::pack(values, &[stored("linear_attn.out_proj.weight", &[hidden, values])?], None)?)
             };
             let gate_up =
                 [stored("mlp.gate_proj.weight", &[feed_forward, hidden])?, stored("mlp.up_proj.weight", &[feed_forward, hidden])?];

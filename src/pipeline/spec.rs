@@ -238,7 +238,7 @@ pub enum Precision {
     F32,
     /// Weights and inputs of products rounded to 16 bits (bf16), sums in f32.
     Bf16,
-    /// Weights and inputs of products rotated and rounded to 8-bit integers, sums exact.
+    /// As `bf16`, but for the first layers of feed-forward ones and the output head, half of all operations: those multiply 8-bit integers.
     Int8,
 }
 

@@ -75,7 +75,7 @@ pub enum Precision {
     F32,
     /// Weights and inputs of linear layers rounded to bf16, the upper half of a float.
     Bf16,
-    /// Weights and inputs of linear layers rotated and rounded to 8-bit integers.
+    /// As `Bf16`, but for the first layers of feed-forward ones and the output head: their weights and inputs are rotated and rounded to 8-bit integers.
     Int8,
 }
 

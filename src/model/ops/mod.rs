@@ -93,23 +93,22 @@ thread_local! {
 
 impl Linear {
     /// Packs weights of shape `outputs x inputs`, given as consecutive blocks of rows (so that several layers over one input become
-    /// one product), and an optional bias for all outputs. Works on all threads there are.
+    /// one product), and an optional bias for all outputs. Works on all threads there are. In int8 such a layer is one of bf16: see [`Self::pack_wide`].
     ///
     /// # Errors
     /// [`ModelError::Shape`] if a block is not whole rows or the bias has another length.
     pub fn pack(inputs: usize, blocks: &[Numbers], bias: Option<Vec<f32>>) -> Result<Self, ModelError> {
-        let parts: Vec<Part<'_>> = blocks.iter().map(|numbers| Part { numbers, range: 0..numbers.len() }).collect();
-        Self::pack_parts(inputs, &parts, bias, device::precision())
+        let precision = if device::precision() == Precision::Int8 { Precision::Bf16 } else { device::precision() };
+        Self::pack_parts(inputs, &blocks.iter().map(Part::whole).collect::<Vec<_>>(), bias, precision)
     }
 
-    /// As [`Self::pack`], for a layer whose outputs are added to the residual stream: in int8 it is one of bf16. What such layers read has much larger
-    /// outliers, and the errors stay in the stream: these two of a block's four products are behind three quarters of the error of int8.
+    /// As [`Self::pack`], for the first layer of a feed-forward one, which in int8 is one of integers. They and the output head are half of all operations
+    /// and make an eighth of the error that integers would make everywhere; second layers, whose inputs have the largest outliers, make more than half.
     ///
     /// # Errors
     /// As [`Self::pack`].
-    pub fn pack_residual(inputs: usize, weights: &Numbers, bias: Option<Vec<f32>>) -> Result<Self, ModelError> {
-        let precision = if device::precision() == Precision::Int8 { Precision::Bf16 } else { device::precision() };
-        Self::pack_parts(inputs, &[Part { numbers: weights, range: 0..weights.len() }], bias, precision)
+    pub fn pack_wide(inputs: usize, blocks: &[Numbers], bias: Option<Vec<f32>>) -> Result<Self, ModelError> {
+        Self::pack_parts(inputs, &blocks.iter().map(Part::whole).collect::<Vec<_>>(), bias, device::precision())
     }
 
     fn pack_parts(inputs: usize, blocks: &[Part<'_>], bias: Option<Vec<f32>>, precision: Precision) -> Result<Self, ModelError> {
@@ -240,7 +239,7 @@ impl GatedFeedForward {
         down_bias: Option<Vec<f32>>,
     ) -> Result<Self, ModelError> {
         let width = gate_up[0].len() / inputs.max(1);
-        let down = Linear::pack_residual(width, &down, down_bias)?;
+        let down = Linear::pack(width, &[down], down_bias)?;
         #[cfg(target_arch = "x86_64")]
         if amx::available() && device::place().is_none() && amx::fuses(device::precision(), inputs) {
             let row = |layer: usize, row: usize, out: &mut [f32]| {
@@ -253,7 +252,7 @@ impl GatedFeedForward {
             let gate_up = Linear { inputs, outputs: 2 * width, weights, bias: gate_up_bias };
             return Ok(Self { inputs, activation, gate_up, down, fused: true });
         }
-        Ok(Self { inputs, activation, gate_up: Linear::pack(inputs, &gate_up, gate_up_bias)?, down, fused: false })
+        Ok(Self { inputs, activation, gate_up: Linear::pack_wide(inputs, &gate_up, gate_up_bias)?, down, fused: false })
     }
 
     /// Adds the layer's output for each row of `x` to `out` (both `rows x inputs`).
@@ -330,7 +329,11 @@ struct Part<'a> {
     range: Range<usize>,
 }
 
-impl Part<'_> {
+impl<'a> Part<'a> {
+    fn whole(numbers: &'a Numbers) -> Self {
+        Self { numbers, range: 0..numbers.len() }
+    }
+
     fn floats(&self) -> Vec<f32> {
         let mut out = vec![0.0; self.range.len()];
         self.numbers.read(self.range.start, &mut out);
@@ -361,7 +364,7 @@ impl Numbers {
     pub fn into_floats(self) -> Vec<f32> {
         match self {
             Self::F32(values) => values,
-            other => Part { range: 0..other.len(), numbers: &other }.floats(),
+            other => Part::whole(&other).floats(),
         }
     }
 
