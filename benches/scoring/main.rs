@@ -2,8 +2,8 @@
 //!
 //! `RIGHT_RESET_BENCH_DATA` names a JSONL file with `id` and `text` (default: the demo corpus). `RIGHT_RESET_PEER` is the beginning of a
 //! command that takes `MODEL.gguf DATA.jsonl --dtype float32|bfloat16 --readout rr|lr --batch N --edges EDGES.jsonl` and ends with a JSON line that holds
-//! `tokens_per_s`; `RIGHT_RESET_PEER_BATCHES` the batch sizes of which its best counts (default 128). A word after `--` (`-- standard`) measures the rows
-//! whose name has it, and nothing else.
+//! `tokens_per_s`; `RIGHT_RESET_PEER_BATCHES` the batch sizes of which its best counts (default 128). A word after `--` measures the rows
+//! whose name has it (`-- standard`), or what comes after the table (`-- scaling`, `-- warm`), and nothing else.
 #![allow(missing_docs, clippy::print_stdout, clippy::unwrap_used, clippy::expect_used)]
 
 mod peaks;
@@ -23,7 +23,7 @@ use right_reset::score::{
     Curves, Document, Engine, EngineOptions, EngineStats, Knots, Positions, Prefix, Readout, Readouts, ScoreSpec, Stage, reach, score_at,
 };
 use right_reset::segment::{Cut, Limits, open_count, open_damage, percentiles};
-use right_reset::text::{EdgePolicy, find_edges};
+use right_reset::text::{EdgePolicy, Tokenizer, find_edges};
 
 /// A way of scoring that is measured.
 struct Way {
@@ -156,14 +156,14 @@ fn main() {
     let texts: Vec<String> = rows.iter().map(|row| row["text"].as_str().unwrap().to_owned()).collect();
     let command = std::env::var("RIGHT_RESET_PEER").ok().filter(|p| !p.is_empty());
     let token = tokenizer.token_id("<|endoftext|>").unwrap();
-    let mut tokens = 0;
     let mut cold = 0.0_f64;
     println!(
         "\n| what | precision | source tokens/s | forward tokens per token | share of the peak | peer | over the peer | correlation | same cuts |"
     );
     println!("|---|---|---|---|---|---|---|---|---|");
     let filter = std::env::args().skip(1).find(|a| !a.starts_with('-'));
-    for way in ways(token).into_iter().filter(|w| filter.as_ref().is_none_or(|f| w.name.contains(f.as_str()))) {
+    let wanted = |name: &str| filter.as_ref().is_none_or(|f| name.contains(f.as_str()));
+    for way in ways(token).into_iter().filter(|w| wanted(w.name)) {
         let mut edges_file = String::new();
         let mut documents = Vec::new();
         for (row, text) in rows.iter().zip(&texts) {
@@ -175,7 +175,7 @@ fn main() {
             }
             documents.push(Document { ids: ids.ids, edges });
         }
-        tokens = documents.iter().map(|d| d.ids.len()).sum();
+        let tokens: usize = documents.iter().map(|d| d.ids.len()).sum();
         let mut reference: Option<Outcome> = None;
         for precision in [Precision::F32, Precision::Bf16, Precision::Int8] {
             let head = way.spec.readouts.lr;
@@ -216,12 +216,17 @@ fn main() {
         }
     }
     println!();
-    if filter.is_some() {
-        return;
+    if wanted("scaling") {
+        scaling(&found.path, ways(token), &tokenizer, &texts, threads);
     }
+    if wanted("warm") {
+        warm(texts, &models, &tokenizer, cold);
+    }
+}
 
-    // What a document costs must not depend on how many there are, and the head no more than its operations.
-    let [paper, lr, _] = <[Way; 3]>::try_from(ways(token)).ok().unwrap();
+/// What a document costs must not depend on how many there are, and the head no more than its operations.
+fn scaling(path: &Path, ways: Vec<Way>, tokenizer: &Tokenizer, texts: &[String], threads: usize) {
+    let [paper, lr, _] = <[Way; 3]>::try_from(ways).ok().unwrap();
     let documents: Vec<Document> = texts
         .iter()
         .map(|text| {
@@ -230,9 +235,9 @@ fn main() {
             Document { edges: found.edges.iter().filter(|e| e.is_candidate()).map(|e| e.token.0).collect(), ids: ids.ids }
         })
         .collect();
-    for precision in [Precision::F32, Precision::Bf16, Precision::Int8] {
+    for precision in [Precision::Bf16, Precision::Int8] {
         let load = Load { depth: usize::MAX, extra: 1, head: true, device: Device::Cpu, precision };
-        let trunk = model::load_trunk(&found.path, load).unwrap();
+        let trunk = model::load_trunk(path, load).unwrap();
         let states = ScoreSpec { readouts: Readouts::rr(Tap::Final), ..lr.spec.clone() };
         let median = |spec: &ScoreSpec, documents: &[Document]| {
             let mut all: Vec<f64> = (0..3).map(|_| run(&trunk, spec, documents, threads).seconds).collect();
@@ -248,19 +253,25 @@ fn main() {
             1.0 - without / with,
             (1.0 - without / with) / share
         );
+        if precision != Precision::Bf16 {
+            continue;
+        }
         let once = median(&paper.spec, &documents);
         for times in [2, 4] {
             let more: Vec<Document> = (0..times).flat_map(|_| documents.clone()).collect();
             println!("RR, {name}, {times} times the input: {:.2} times the time", median(&paper.spec, &more) / once);
         }
     }
+}
 
-    // Warm: the same documents through the whole operator, tokenizer, model and inference left out by the cache.
+/// The same documents through the whole operator, tokenizer, model and inference left out by the cache.
+fn warm(texts: Vec<String>, models: &Path, tokenizer: &Tokenizer, cold: f64) {
+    let tokens: usize = texts.iter().map(|text| tokenizer.encode(text).unwrap().ids.len()).sum();
     let dir = tempfile::tempdir().unwrap();
     let pipeline = Pipeline::parse(&format!("preset = \"paper\"\n[cache]\npath = {:?}\n", dir.path().join("cache"))).unwrap();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let batch = RecordBatch::try_from_iter([("text", Arc::new(StringArray::from(texts)) as ArrayRef)]).unwrap();
-    let scorer = Arc::new(Scorer::new(&pipeline, &models).unwrap());
+    let scorer = Arc::new(Scorer::new(&pipeline, models).unwrap());
     let operator = Arc::new(Operator::new(&pipeline, scorer, &batch.schema()).unwrap());
     let pass = |repeats: usize| {
         let input = futures::stream::iter((0..repeats).map(|_| Ok(batch.clone())));

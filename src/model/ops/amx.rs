@@ -19,7 +19,7 @@ use rayon::prelude::*;
 use super::Row;
 use super::device::Precision;
 use super::int8::{ROTATIONS, ROUND};
-use super::kernels::{Activation, Isa, Rows, SPREAD, Store, quantise, split_parts};
+use super::kernels::{Activation, Isa, Rows, SPREAD, Store, power_of_two, quantise, split_parts};
 use super::memory::{Block, Plain};
 pub(super) use attention::{AttentionScratch, attention};
 
@@ -514,10 +514,10 @@ struct Gated<'a> {
 }
 
 impl Gated<'_> {
-    /// `activation(gate) * up` of a row.
+    /// `activation(gate) * up` of a row; where it is `rounded` to bf16 next, to 14 bits.
     #[target_feature(enable = "avx512f,avx512bw")]
     #[inline]
-    fn row(&self, r: usize) -> [f32; SIDE] {
+    fn row(&self, r: usize, rounded: bool) -> std::arch::x86_64::__m512 {
         use std::arch::x86_64::*;
         let [mut gate, mut up] = [0, 1].map(|half| {
             let scales = self.scales.map(|s| (s.rows[r], &s.columns[half * SIDE..]));
@@ -530,11 +530,19 @@ impl Gated<'_> {
             gate.iter_mut().zip(gate_bias).for_each(|(v, b)| *v += b);
             up.iter_mut().zip(up_bias).for_each(|(v, b)| *v += b);
         }
-        self.activation.apply::<true>(&mut gate);
-        for (g, u) in gate.iter_mut().zip(up) {
-            *g *= u;
+        let up = |gate: __m512| {
+            // SAFETY: 16 floats.
+            _mm512_mul_ps(gate, unsafe { _mm512_loadu_ps(up.as_ptr()) })
+        };
+        if rounded && self.activation == Activation::Silu {
+            // SAFETY: 16 floats.
+            let gate = unsafe { _mm512_loadu_ps(gate.as_ptr()) };
+            let power = power_of_two(_mm512_mul_ps(gate, _mm512_set1_ps(-std::f32::consts::LOG2_E)));
+            return up(_mm512_mul_ps(gate, _mm512_rcp14_ps(_mm512_add_ps(power, _mm512_set1_ps(1.0)))));
         }
-        gate
+        self.activation.apply::<true>(&mut gate);
+        // SAFETY: 16 floats.
+        up(unsafe { _mm512_loadu_ps(gate.as_ptr()) })
     }
 
     /// Splits the block into the tiles of the next product, from column `at` on.
@@ -542,8 +550,7 @@ impl Gated<'_> {
     fn split(&self, tiles: &mut [TileData], at: usize) {
         use std::arch::x86_64::*;
         for r in 0..SIDE {
-            // SAFETY: 16 floats.
-            let mut rest = unsafe { _mm512_loadu_ps(self.row(r).as_ptr()) };
+            let mut rest = self.row(r, tiles.len() == 1);
             for tile in tiles.iter_mut() {
                 let part = round(rest);
                 let words = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_castps_si512(part)));
@@ -649,7 +656,7 @@ fn multiply_blocks<const X: usize, const W: usize, const INT: bool>(
                 once!("tdpbf16ps");
                 continue;
             }
-            // Partial products 11, 12, 22, 21, 31, 13.
+            // Partial products 11, 12, 22, 21, 31, 13; of two parts each, 11, 12, 21.
             tiles!(
                 "tileloadd tmm6, [{b} + {s}*1]",
                 "tileloadd tmm7, [{b} + {s}*1 + 1024]",
@@ -658,6 +665,15 @@ fn multiply_blocks<const X: usize, const W: usize, const INT: bool>(
             );
             if W >= 2 {
                 tiles!("tileloadd tmm6, [{b} + {s}*1 + 2048]", "tileloadd tmm7, [{b} + {s}*1 + 3072]");
+            }
+            if X == 2 {
+                tiles!(
+                    "tileloadd tmm4, [{a0} + {s}*1 + 1024]",
+                    "tileloadd tmm5, [{a1} + {s}*1 + 1024]",
+                    "tileloadd tmm6, [{b} + {s}*1]",
+                    "tileloadd tmm7, [{b} + {s}*1 + 1024]"
+                );
+                continue;
             }
             tiles!("tileloadd tmm4, [{a0} + {s}*1 + 1024]", "tileloadd tmm5, [{a1} + {s}*1 + 1024]");
             if W >= 2 {

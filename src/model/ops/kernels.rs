@@ -388,8 +388,54 @@ dispatched! {
     fn sum_exp_weighted(x: &[f32], y: &[f32], top: f32) -> (f32, f32) = sum_exp_weighted_body
 }
 dispatched! {
-    /// Softmax of `scale * scores[..keep]` in place; what comes after is set to 0.
-    fn softmax(scores: &mut [f32], keep: usize, scale: f32) = softmax_body
+    /// [`softmax`] as a loop.
+    fn softmax_loop(scores: &mut [f32], keep: usize, scale: f32) = softmax_body
+}
+
+/// Softmax of `scale * scores[..keep]` in place; what comes after is set to 0.
+pub(super) fn softmax(isa: Isa, scores: &mut [f32], keep: usize, scale: f32) {
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Avx512 {
+        // SAFETY: an `Isa` is only made for what the processor was found to have.
+        return unsafe { softmax_avx512(scores, keep, scale) };
+    }
+    softmax_loop(isa, scores, keep, scale);
+}
+
+/// The loop's operations in its order, the last numbers in a register that they do not fill.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn softmax_avx512(scores: &mut [f32], keep: usize, scale: f32) {
+    use std::arch::x86_64::*;
+    let (kept, rest) = scores.split_at_mut(keep);
+    rest.fill(0.0);
+    // SAFETY: the masks keep loads and stores inside the slice; `x` is 16 floats.
+    unsafe {
+        let lanes = |at: usize| ((1_u32 << (keep - at).min(16)) - 1) as __mmask16;
+        let start = kept.as_mut_ptr();
+        let mut top = _mm512_set1_ps(f32::NEG_INFINITY);
+        for at in (0..keep).step_by(16) {
+            top = _mm512_mask_max_ps(top, lanes(at), _mm512_maskz_loadu_ps(lanes(at), start.add(at)), top);
+        }
+        let top = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+        let mut sums = _mm512_setzero_ps();
+        for at in (0..keep).step_by(16) {
+            let mut x = [0.0; 16];
+            let scaled = _mm512_mul_ps(_mm512_sub_ps(_mm512_maskz_loadu_ps(lanes(at), start.add(at)), top), _mm512_set1_ps(scale));
+            _mm512_storeu_ps(x.as_mut_ptr(), scaled);
+            x.iter_mut().for_each(|v| *v = exp::<true>(*v));
+            let x = _mm512_loadu_ps(x.as_ptr());
+            _mm512_mask_storeu_ps(start.add(at), lanes(at), x);
+            sums = _mm512_mask_add_ps(sums, lanes(at), sums, x);
+        }
+        let mut lane_sums = [0.0; 16];
+        _mm512_storeu_ps(lane_sums.as_mut_ptr(), sums);
+        let inverse = _mm512_set1_ps(1.0 / total(&lane_sums));
+        for at in (0..keep).step_by(16) {
+            let x = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes(at), start.add(at)), inverse);
+            _mm512_mask_storeu_ps(start.add(at), lanes(at), x);
+        }
+    }
 }
 dispatched! {
     /// Rotates pairs `(x[i], x[i + half])` by the angles whose cosines and sines are given (rotary embedding, halves layout).
@@ -622,6 +668,22 @@ pub(super) fn exp<const F: bool>(x: f32) -> f32 {
     p = fma::<F>(p * r, r, r) + 1.0;
     let power = f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));
     if x < -87.0 { 0.0 } else { p * power }
+}
+
+/// 2^x to 3e-6 of it, for what is rounded to bf16 next.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+#[inline]
+pub(super) fn power_of_two(x: std::arch::x86_64::__m512) -> std::arch::x86_64::__m512 {
+    use std::arch::x86_64::*;
+    let whole = _mm512_roundscale_ps::<0>(x);
+    let f = _mm512_sub_ps(x, whole);
+    // The nearest polynomial of degree 4 on [-1/2, 1/2], in relative error.
+    let mut p = _mm512_set1_ps(0.009_560_51);
+    for c in [0.055_917_04, 0.240_249_81, 0.693_121_97, 0.999_999_2] {
+        p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c));
+    }
+    _mm512_scalef_ps(p, whole)
 }
 
 /// The non-linear function of a feed-forward layer.
@@ -919,6 +981,15 @@ mod tests {
         fn loops_match_f64(n in 1usize..70, seed in 0u64..1000) {
             let (a, b) = (floats(n, seed), floats(n, seed + 7));
             for isa in Isa::available() {
+                if isa != Isa::Portable {
+                    // Every length up to the whole, with the same bits.
+                    for keep in 1..=n {
+                        let [mut one, mut other] = [a.clone(), a.clone()];
+                        softmax(isa, &mut one, keep, 0.5);
+                        softmax_loop(isa, &mut other, keep, 0.5);
+                        prop_assert!(one == other, "{isa:?}");
+                    }
+                }
                 let exact: f64 = a.iter().zip(&b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
                 prop_assert!((f64::from(dot(isa, &a, &b)) - exact).abs() < 1e-5);
 
