@@ -221,19 +221,19 @@ fn tokens_and_scores_of_real_text_with_real_weights() {
         assert!(worst < 2e-4, "{text}: RR is off by {worst:.2e}");
 
         // Rounded products: nearly the same order of edges.
-        for (readout, (precision, least, rounded)) in
-            [Readout::Rr, Readout::Lr].into_iter().flat_map(|r| rounded.iter().map(move |p| (r, p)))
-        {
+        for (precision, least, rounded) in &rounded {
             let engine = Engine::new(rounded.clone(), spec(readouts, 24, Positions::Original), options(2, 2048)).unwrap();
             let again = engine.score_blocking(Document { ids: ids.clone(), edges: places.clone() }).unwrap();
-            let scores = |curves: &[EdgeCurves]| -> Vec<f64> {
-                let own = curves.iter().zip(&places).map(|(c, &b)| (c, 24.min(ids.len() as u32 - b)));
-                own.map(|(c, m)| f64::from(score_at(readout, c.get(readout), m, 1, 24))).filter(|s| !s.is_nan()).collect()
-            };
-            let found = correlation(&scores(&curves), &scores(&again));
-            let what = format!("{text}: {} in {} correlates {found:.6}", readout.as_str(), precision.as_str());
-            assert!(found > *least && found < 1.0 - 1e-9, "{what}");
-            println!("{what}");
+            for readout in [Readout::Rr, Readout::Lr] {
+                let scores = |curves: &[EdgeCurves]| -> Vec<f64> {
+                    let own = curves.iter().zip(&places).map(|(c, &b)| (c, 24.min(ids.len() as u32 - b)));
+                    own.map(|(c, m)| f64::from(score_at(readout, c.get(readout), m, 1, 24))).filter(|s| !s.is_nan()).collect()
+                };
+                let found = correlation(&scores(&curves), &scores(&again));
+                let what = format!("{text}: {} in {} correlates {found:.6}", readout.as_str(), precision.as_str());
+                assert!(found > *least && found < 1.0 - 1e-9, "{what}");
+                println!("{what}");
+            }
         }
         println!("{text}: {} edges, RR off by at most {worst:.2e}, LR and KL by {worst_head:.2e} nats", edges.len());
 

@@ -295,6 +295,16 @@ fn odd_words() -> std::arch::x86_64::__m512i {
     unsafe { std::arch::x86_64::_mm512_loadu_si512(odd.as_ptr().cast()) }
 }
 
+/// Takes the next bf16 parts off 32 floats: their words in order. What is left of the floats stays in `rest`.
+#[target_feature(enable = "avx512f,avx512bw")]
+#[inline]
+fn next_part(rest: &mut [std::arch::x86_64::__m512; 2], odd: std::arch::x86_64::__m512i) -> std::arch::x86_64::__m512i {
+    use std::arch::x86_64::*;
+    let part = [round(rest[0]), round(rest[1])];
+    *rest = [_mm512_sub_ps(rest[0], part[0]), _mm512_sub_ps(rest[1], part[1])];
+    _mm512_permutex2var_epi16(_mm512_castps_si512(part[0]), odd, _mm512_castps_si512(part[1]))
+}
+
 /// Splits rows into tiles: for each block of 16 rows and each step of k, the parts.
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pack_rows(x: Rows<'_>, parts: usize, tiles: &mut Block<TileData>) {
@@ -317,11 +327,9 @@ fn pack_rows(x: Rows<'_>, parts: usize, tiles: &mut Block<TileData>) {
                     };
                 }
                 for tile in tiles.iter_mut() {
-                    let part = [round(rest[0]), round(rest[1])];
-                    let words = _mm512_permutex2var_epi16(_mm512_castps_si512(part[0]), odd, _mm512_castps_si512(part[1]));
+                    let words = next_part(&mut rest, odd);
                     // SAFETY: row `r` of a tile is 64 bytes.
                     unsafe { _mm512_store_si512(tile.0[r * DEPTH..(r + 1) * DEPTH].as_mut_ptr().cast(), words) };
-                    rest = [_mm512_sub_ps(rest[0], part[0]), _mm512_sub_ps(rest[1], part[1])];
                 }
             }
         }

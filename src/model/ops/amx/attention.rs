@@ -6,7 +6,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{DEPTH, SIDE, Sums, TileData, multiply_blocks, odd_words, pack_rows, round, with_tiles};
+use super::{DEPTH, SIDE, Sums, TileData, multiply_blocks, next_part, odd_words, pack_rows, round, with_tiles};
 use crate::model::ops::attention::AttentionShape;
 use crate::model::ops::kernels::{Rows, power_of_two};
 use crate::model::ops::memory::Block;
@@ -132,11 +132,9 @@ fn exponentials(scores: &[Sums], r: usize, start: usize, sees: Range<usize>, sca
         sum = _mm512_add_ps(sum, _mm512_add_ps(parts[0], parts[1]));
         let mut rest = parts;
         for tile in tiles {
-            let [low, high] = [round(rest[0]), round(rest[1])];
-            let words = _mm512_permutex2var_epi16(_mm512_castps_si512(low), odd, _mm512_castps_si512(high));
+            let words = next_part(&mut rest, odd);
             // SAFETY: row `r` of a tile is 64 bytes.
             unsafe { _mm512_store_si512(tile.0[r % SIDE * DEPTH..][..DEPTH].as_mut_ptr().cast(), words) };
-            rest = [_mm512_sub_ps(rest[0], low), _mm512_sub_ps(rest[1], high)];
         }
     }
     _mm512_reduce_add_ps(sum)
@@ -161,12 +159,10 @@ fn pack_keys<'a>(tokens: usize, row: impl Fn(usize) -> Option<&'a [f32]>, tiles:
             let mut rest = [0, SIDE].map(|half| sixteen(row, step * DEPTH + half));
             let tiles = &mut tiles[(t / DEPTH * depth + step) * 2 * PARTS..][..2 * PARTS];
             for tile in tiles[t / SIDE % 2..].iter_mut().step_by(2) {
-                let [low, high] = [round(rest[0]), round(rest[1])];
-                let words = _mm512_permutex2var_epi16(_mm512_castps_si512(low), odd, _mm512_castps_si512(high));
+                let words = next_part(&mut rest, odd);
                 let column = tile.0.as_mut_ptr().cast::<i32>().wrapping_add(t % SIDE);
                 // SAFETY: word `t % 16` of each of the 16 lines of a tile.
                 unsafe { _mm512_i32scatter_epi32::<4>(column, lines, words) };
-                rest = [_mm512_sub_ps(rest[0], low), _mm512_sub_ps(rest[1], high)];
             }
         }
     }
