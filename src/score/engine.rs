@@ -81,8 +81,12 @@ struct Job {
 
 struct Progress {
     curves: Vec<EdgeCurves>,
-    /// Windows of the current segment, or of a later stage, that are not done.
+    /// Windows of the current stage that are not done.
     left: usize,
+    /// Of the first stage's, those of each segment.
+    left_of: Vec<usize>,
+    /// The next segment to begin.
+    next: usize,
     stage: usize,
     /// Windows that wait for the others of their stage.
     waiting: Vec<Run>,
@@ -274,10 +278,16 @@ impl Engine {
             return receiver;
         }
         self.shared.counters.source_tokens.fetch_add(u64::from(n), Ordering::Relaxed);
-        let progress = Mutex::new(Progress { curves, left: 0, stage: 0, waiting: Vec::new(), all: 0, reply: Some(reply) });
+        // As many segments as there are threads: the states of no more are alive at a time.
+        let begun = segments.len().min(self.threads.len());
+        let left_of: Vec<usize> =
+            segments.iter().map(|(_, range)| range.clone().filter(|&e| spec.scores(document.edges[e], n)).count()).collect();
+        let left = left_of.iter().sum();
+        let progress =
+            Mutex::new(Progress { curves, left, left_of, next: begun, stage: 0, waiting: Vec::new(), all: 0, reply: Some(reply) });
         let job = Arc::new(Job { document, segments, progress });
-        lock(&self.shared.queue).passes.push_back(Pass { job, segment: 0 });
-        self.shared.wake.notify_one();
+        lock(&self.shared.queue).passes.extend((0..begun).map(|segment| Pass { job: Arc::clone(&job), segment }));
+        self.shared.wake.notify_all();
         receiver
     }
 
@@ -486,13 +496,11 @@ impl Shared {
         let full = Arc::new(FullStates { rr, log, normed });
         let mut ready = Vec::new();
         for (pass, span) in passes.into_iter().zip(batch.sequences()) {
-            let before = ready.len();
             ready.extend(self.edges_of(&pass).map(|edge| {
                 let (full, segment, base) = (Arc::clone(&full), pass.segment, span.start);
                 let run = Run { segment, edge, full, base, stage: 0, done: 0, lr: Growing::default(), kept: None };
                 Window { job: Arc::clone(&pass.job), run }
             }));
-            lock(&pass.job.progress).left = ready.len() - before;
         }
         let tokens: usize = ready.iter().map(|w| self.window_tokens(w)).sum();
         let mut queue = lock(&self.queue);
@@ -623,7 +631,7 @@ impl Shared {
         run.base + self.spec.full_row(job.document.edges[run.edge], job.document.ids.len() as u32)
     }
 
-    /// Takes what a window gave; the last of a segment starts the next segment, the last of a stage the next stage, the last of all answers.
+    /// Takes what a window gave; the last of a segment starts a next segment, the last of a stage the next stage, the last of all answers.
     fn finish(&self, job: Arc<Job>, run: Run, curves: EdgeCurves) {
         let mut progress = lock(&job.progress);
         let (edge, segment) = (run.edge, run.segment);
@@ -634,13 +642,16 @@ impl Shared {
             progress.waiting.push(run);
         }
         progress.left -= 1;
-        if progress.left > 0 {
-            return;
+        if progress.stage == 0 {
+            progress.left_of[segment] -= 1;
+            if progress.left_of[segment] == 0 && progress.next < job.segments.len() {
+                let pass = Pass { job: Arc::clone(&job), segment: progress.next };
+                progress.next += 1;
+                lock(&self.queue).passes.push_back(pass);
+                self.wake.notify_one();
+            }
         }
-        if progress.stage == 0 && segment + 1 < job.segments.len() {
-            drop(progress);
-            lock(&self.queue).passes.push_back(Pass { job, segment: segment + 1 });
-            self.wake.notify_one();
+        if progress.left > 0 {
             return;
         }
         let next = self.next_stage(&job, &mut progress);
