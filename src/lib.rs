@@ -9,6 +9,7 @@ macro_rules! kill_point {
 }
 
 pub mod cache;
+pub mod eval;
 mod hash;
 pub mod index;
 pub mod io;

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use right_reset::model::ops::{Device, HeadScratch, Precision};
 use right_reset::model::{self, Batch, Encoder, EncoderScratch, Load, Scratch, Tap, Trunk};
 use right_reset::score::{
-    Document, EdgeCurves, Engine, EngineOptions, Knots, Positions, Prefix, Readout, Readouts, ScoreSpec, Stage, kept_positions, reach,
-    score_at,
+    Comparator, Document, EdgeCurves, Engine, EngineOptions, Knots, Passive, PassiveScratch, Positions, Prefix, Readout, Readouts,
+    ScoreSpec, Stage, kept_positions, reach, score_at,
 };
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -78,7 +78,7 @@ fn check_architecture(dir: &Path) {
                 (0, Tap::Layer(k)) => format!("full.hidden.{k}"),
                 (0, Tap::Final) => "full.normed".to_owned(),
                 (i, Tap::Layer(k)) => format!("reset.{}.hidden.{k}", places[i - 1]),
-                (_, Tap::Final) => continue,
+                (_, Tap::Final | Tap::Attention { .. }) => continue,
             };
             let off = distance(&rows[span.start * hidden..span.end * hidden], &states, &what);
             assert!(off < 1e-4, "{name}: {what} is off by {off:.2e}");
@@ -104,7 +104,7 @@ fn check_architecture(dir: &Path) {
         for ((curve, edge), &b) in curves.iter().zip(edges).zip(&places) {
             let m = window.min(ids.len() as u32 - b);
             let reference = match (tap, positions) {
-                (Tap::Final, _) => &edge["rr_final_normed"],
+                (Tap::Final | Tap::Attention { .. }, _) => &edge["rr_final_normed"],
                 (Tap::Layer(k), Positions::Original) => &edge["rr"][k.to_string()],
                 (Tap::Layer(k), Positions::Reindexed) => &edge["rr_reindexed"][k.to_string()],
             };
@@ -158,6 +158,38 @@ fn every_state_and_score_of_the_architecture_checkpoints() {
         }
     }
     assert!(tried > 0, "{} holds no checkpoint folders", folder.display());
+}
+
+#[test]
+fn scores_that_remove_no_prefix() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/arch");
+    for name in ["llama", "qwen2", "gpt2", "gemma4"] {
+        let dir = folder.join(name);
+        let read = |file: &str| -> Value { serde_json::from_slice(&std::fs::read(dir.join(file)).unwrap()).unwrap() };
+        let (expected, inputs) = (read("passive.json"), read("expected.json"));
+        let ids: Vec<u32> = inputs["ids"].as_array().unwrap().iter().map(|v| v.as_u64().unwrap() as u32).collect();
+        let rows = expected["scores"].as_array().unwrap();
+        let places: Vec<u32> = rows.iter().map(|r| r["b"].as_u64().unwrap() as u32).collect();
+        let layer = Tap::Layer(expected["layer"].as_u64().unwrap() as usize);
+        let spec = spec(Readouts::rr(layer), inputs["W"].as_u64().unwrap() as u32, Positions::Original);
+        let passive = Passive::new(model::load_trunk(&dir, ALL).unwrap(), spec).unwrap();
+        let which: Vec<Comparator> = Comparator::ALL.into_iter().filter(|c| c.needs_model()).collect();
+        let found = passive.scores(&ids, &places, &which, &mut PassiveScratch::default()).unwrap();
+        let mut checked = 0;
+        for (which, scores) in which.iter().zip(&found) {
+            for (score, row) in scores.iter().zip(rows) {
+                match row[which.as_str()].as_f64() {
+                    None => assert!(score.is_nan(), "{name}: {which:?} at {}", row["b"]),
+                    Some(value) => {
+                        let off = (f64::from(*score) - value).abs();
+                        assert!(off < 1e-4 * value.abs().max(1.0), "{name}: {which:?} at {} is {score}, not {value}", row["b"]);
+                        checked += 1;
+                    }
+                }
+            }
+        }
+        assert!(checked >= 6 * rows.len(), "{name}");
+    }
 }
 
 fn correlation(a: &[f64], b: &[f64]) -> f64 {

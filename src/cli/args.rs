@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use right_reset::io::Rank;
+use right_reset::pipeline::Method;
 
 /// Cuts documents into chunks where a causal language model depends least on what came before.
 #[derive(Debug, Parser)]
@@ -51,6 +52,10 @@ pub(super) enum Command {
     Score(ScoreArgs),
     /// Show what other cut penalties would give, from the cache alone
     Sweep(SweepArgs),
+    /// Find the penalty of each method on documents whose true units are known
+    Calibrate(CalibrateArgs),
+    /// Compare methods on documents whose true units are known, with intervals
+    Eval(EvalArgs),
     /// Models: list, fetch, show
     Models {
         #[command(subcommand)]
@@ -237,6 +242,55 @@ pub(super) struct SweepArgs {
     /// What to do about documents that are not in the cache
     #[arg(long, value_enum)]
     pub(super) on_miss: Option<SweepOnMiss>,
+}
+
+/// What `calibrate` and `eval` share.
+#[derive(Debug, ClapArgs)]
+pub(super) struct Judging {
+    #[command(flatten)]
+    pub(super) common: Common,
+    /// Column that holds the byte at which each true unit begins: a list of integers, or JSON
+    #[arg(long, value_name = "COLUMN")]
+    pub(super) gold: String,
+    /// Column that names the domain: documents are drawn again within theirs
+    #[arg(long, value_name = "COLUMN")]
+    pub(super) domain: Option<String>,
+    /// Methods, with commas: pipeline, standard, thorough, paper; rr, lr, kl, embed and sums such as rr+0.5embed; comparators, see docs/evidence.md [default: pipeline, rr, lr, embed, rr+lr and all comparators]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', hide_default_value = true)]
+    pub(super) methods: Vec<Method>,
+    /// Seed of the random method, and of what is drawn
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(super) seed: u64,
+    /// Print JSON
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(super) struct CalibrateArgs {
+    #[command(flatten)]
+    pub(super) judging: Judging,
+    /// Choose the weights of sums too, among 0.25, 0.5, 1 and 2 for every readout but the first
+    #[arg(long)]
+    pub(super) fusion: bool,
+    /// TOML file for what is found, to be given to run and eval with --overlay [default: standard output]
+    #[arg(long, value_name = "FILE")]
+    pub(super) output: Option<PathBuf>,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(super) struct EvalArgs {
+    #[command(flatten)]
+    pub(super) judging: Judging,
+    /// Method that differences are taken from [default: embed, else the first]
+    #[arg(long, value_name = "METHOD")]
+    pub(super) baseline: Option<String>,
+    /// Times that documents are drawn again
+    #[arg(long, value_name = "N", default_value_t = 10_000)]
+    pub(super) resamples: usize,
+    /// Print Markdown
+    #[arg(long, conflicts_with = "json")]
+    pub(super) markdown: bool,
 }
 
 /// What a sweep does about documents without scores.

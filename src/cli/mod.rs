@@ -12,7 +12,7 @@ use right_reset::cache::{self, CacheError, Imported, Prune, SledStore};
 use right_reset::io::IoError;
 use right_reset::model::{self, ModelError};
 use right_reset::pipeline::spec::{OnMiss, Pipeline, SpecError, SpecSources};
-use right_reset::pipeline::{self, PlanOptions, RunError, RunOptions, Stop, cache_path};
+use right_reset::pipeline::{self, EvalOptions, Method, PlanOptions, RunError, RunOptions, Stop, cache_path};
 use right_reset::score::ScoreError;
 use tokio::sync::watch;
 
@@ -152,6 +152,27 @@ fn dispatch(args: Args) -> Result<(), Failure> {
             let found = block_on(None, |stop| pipeline::sweep(&pipeline, &models, &sweep.penalty.0, sweep.common.limit, stop))?;
             print::sweep(&found, sweep.json)
         }
+        Command::Calibrate(args) => {
+            let pipeline = load(&args.judging.common, None)?;
+            let found = block_on(None, |stop| pipeline::find_penalties(&pipeline, judging(&args.judging, &models, stop), args.fusion))?;
+            let overlay = pipeline::overlay(&found);
+            match &args.output {
+                Some(file) => right_reset::io::write_whole(file, overlay.as_bytes())?,
+                None if !args.judging.json => print::out(&overlay)?,
+                None => {}
+            }
+            print::calibrated(&found, args.judging.json)
+        }
+        Command::Eval(args) => {
+            let pipeline = load(&args.judging.common, None)?;
+            let baseline = args.baseline.as_deref();
+            let found =
+                block_on(None, |stop| pipeline::evaluate(&pipeline, judging(&args.judging, &models, stop), baseline, args.resamples))?;
+            match (args.judging.json, args.markdown) {
+                (true, _) => print::json(&found),
+                (_, markdown) => print::evaluation(&found, markdown),
+            }
+        }
         Command::Models { command } => match command {
             ModelsCommand::List => {
                 print::models(&models);
@@ -202,6 +223,18 @@ fn dispatch(args: Args) -> Result<(), Failure> {
             clap_complete::generate(shell, &mut Args::command(), "right-reset", &mut std::io::stdout());
             Ok(())
         }
+    }
+}
+
+fn judging(args: &args::Judging, models: &Path, stop: watch::Receiver<Option<Stop>>) -> EvalOptions {
+    EvalOptions {
+        models: models.to_owned(),
+        gold: args.gold.clone(),
+        domain: args.domain.clone(),
+        methods: if args.methods.is_empty() { Method::usual() } else { args.methods.clone() },
+        limit: args.common.limit,
+        seed: args.seed,
+        stop,
     }
 }
 

@@ -5,9 +5,10 @@ use std::path::Path;
 
 use arrow::array::Array;
 use arrow::util::display::array_value_to_string;
+use right_reset::eval::{Interval, Measure};
 use right_reset::io::{SourceReader, Standing, TextCell, discover, write_whole};
 use right_reset::model::{BUILT_IN, EncoderIdentity, Identity, ModelPath, Origin};
-use right_reset::pipeline::{Plan, Status, Summary, Sweep};
+use right_reset::pipeline::{Calibrated, Evaluated, Evaluation, Plan, Status, Summary, Sweep};
 use tracing_subscriber::EnvFilter;
 
 use super::Failure;
@@ -26,7 +27,7 @@ pub(super) fn start_logging(format: LogFormat) {
 }
 
 /// Writes to standard output; a reader that has gone away is no error.
-fn out(text: &str) -> Result<(), Failure> {
+pub(super) fn out(text: &str) -> Result<(), Failure> {
     match std::io::stdout().write_all(text.as_bytes()) {
         Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(Failure::fault(format!("standard output: {e}"))),
         _ => Ok(()),
@@ -258,6 +259,102 @@ pub(super) fn sweep(found: &Sweep, as_json: bool) -> Result<(), Failure> {
     if found.not_cached > 0 {
         eprintln!("score the missing ones first with --on-miss score, or with `right-reset run`");
     }
+    Ok(())
+}
+
+/// Rows under their headings, the first column to the left, in columns or as Markdown.
+fn table(head: &[&str], rows: &[Vec<String>], markdown: bool) -> String {
+    if markdown {
+        let line = |cells: Vec<&str>| format!("| {} |\n", cells.join(" | "));
+        let rows = rows.iter().map(|row| line(row.iter().map(String::as_str).collect()));
+        return line(head.to_vec())
+            + &line(head.iter().enumerate().map(|(i, _)| if i == 0 { "---" } else { "--:" }).collect())
+            + &rows.collect::<String>();
+    }
+    let width = |i: usize| rows.iter().map(|row| row[i].chars().count()).chain([head[i].chars().count()]).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..head.len()).map(width).collect();
+    let line = |cells: Vec<&str>| {
+        let cell = |(i, cell): (usize, &&str)| if i == 0 { format!("{cell:<0$}", widths[0]) } else { format!("{cell:>0$}", widths[i]) };
+        cells.iter().enumerate().map(cell).collect::<Vec<_>>().join("  ").trim_end().to_owned() + "\n"
+    };
+    line(head.to_vec()) + &rows.iter().map(|row| line(row.iter().map(String::as_str).collect())).collect::<String>()
+}
+
+pub(super) fn calibrated(found: &[Calibrated], as_json: bool) -> Result<(), Failure> {
+    if as_json {
+        return json(&found);
+    }
+    let row = |c: &Calibrated| {
+        let weights =
+            c.settings.utility.iter().flatten().map(|(readout, weight)| format!("{readout} {weight}")).collect::<Vec<_>>().join(", ");
+        let number = |v: f64| format!("{v:.3}");
+        let worth = [c.clean_unit_recovery, c.partition_f1, c.chunks_per_unit].map(number);
+        [vec![c.method.clone(), c.settings.penalty.to_string()], worth.to_vec(), vec![weights]].concat()
+    };
+    let rows: Vec<_> = found.iter().map(row).collect();
+    eprint!("{}", table(&["method", "penalty", "recovery", "F1", "chunks/unit", "weights"], &rows, false));
+    Ok(())
+}
+
+pub(super) fn evaluation(e: &Evaluation, markdown: bool) -> Result<(), Failure> {
+    let interval = |i: Option<&Interval>| i.map_or("-".to_owned(), |i| format!("{:.3} [{:.3}, {:.3}]", i.value, i.low, i.high));
+    let number = |i: Option<&Interval>| i.map_or("-".to_owned(), |i| format!("{:.3}", i.value));
+    let recovery = Measure::CleanUnitRecovery;
+    let row = |m: &Evaluated| {
+        let of = |measure: Measure| m.measures.get(&measure);
+        let mut cells = vec![m.method.clone(), format!("{}{}", m.penalty, if m.calibrated { "" } else { "*" })];
+        cells.extend([recovery, Measure::PartitionF1].map(|measure| interval(of(measure))));
+        cells.push(interval(m.difference.as_ref().and_then(|d| d.get(&recovery))));
+        cells.extend(
+            [Measure::BoundaryF1, Measure::NearF1, Measure::Pk, Measure::WindowDiff, Measure::Coverage].map(|measure| number(of(measure))),
+        );
+        cells.extend([number(of(Measure::ChunksPerUnit)), format!("{:.0}", m.chunks.mean)]);
+        let cost = m.forward_tokens as f64 / e.tokens as f64;
+        cells.extend(if m.from_cache > 0 {
+            ["cached".into(), "cached".into()]
+        } else {
+            [format!("{cost:.2}"), format!("{:.1}", m.seconds)]
+        });
+        cells
+    };
+    let rows: Vec<_> = e.methods.iter().map(row).collect();
+    let against = format!("recovery - {}", e.baseline);
+    let head = [
+        "method",
+        "penalty",
+        "recovery",
+        "partition F1",
+        &against,
+        "boundary F1",
+        "within 8",
+        "P_k",
+        "WindowDiff",
+        "coverage",
+        "chunks/unit",
+        "mean tokens",
+        "passes",
+        "seconds",
+    ];
+    let mut text = table(&head, &rows, markdown);
+    let domains: Vec<&String> = e.methods.first().map_or_else(Vec::new, |m| m.domains.keys().collect());
+    if domains.len() > 1 {
+        let of =
+            |m: &Evaluated, domain: &String| m.domains.get(domain).and_then(|d| d.get(&recovery)).map_or("-".into(), |v| format!("{v:.3}"));
+        let row = |m: &Evaluated| [vec![m.method.clone()], domains.iter().map(|d| of(m, d)).collect()].concat();
+        let rows: Vec<_> = e.methods.iter().map(row).collect();
+        let heads: Vec<String> = domains.iter().map(|d| format!("recovery, {d}")).collect();
+        let head: Vec<&str> = std::iter::once("method").chain(heads.iter().map(String::as_str)).collect();
+        text = text + "\n" + &table(&head, &rows, markdown);
+    }
+    out(&text)?;
+    eprintln!(
+        "{} documents, {} tokens, {} true units; 95 % intervals by drawing documents again {} times; passes: tokens through the model for each token{}",
+        e.documents,
+        e.tokens,
+        e.units,
+        e.resamples,
+        if e.methods.iter().any(|m| !m.calibrated) { "; * a default penalty, not calibrated" } else { "" }
+    );
     Ok(())
 }
 

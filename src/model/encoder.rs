@@ -355,7 +355,7 @@ impl Encoder {
         let (qkv, attended) = (scratch.qkv.get(3 * len), scratch.attended.get(len));
         for block in &self.blocks {
             block.qkv.forward(x, qkv, Output::Set)?;
-            attend(self.shape, 0, batch, qkv, attended, &mut scratch.attention, &mut []);
+            attend(self.shape, 0, batch, qkv, attended, &mut scratch.attention, (&mut None, &mut []));
             block.output.forward(attended, x, Output::Add)?;
             block.attention_norm.forward(x, normed);
             x.copy_from_slice(normed);

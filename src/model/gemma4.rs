@@ -314,7 +314,7 @@ impl Gemma4 {
                 }
             }
         }
-        attend(shape, index, batch, qkv, attended, &mut scratch.attention, &mut scratch.past);
+        attend(shape, index, batch, qkv, attended, &mut scratch.attention, (&mut scratch.probe, &mut scratch.past));
         Ok(())
     }
 }

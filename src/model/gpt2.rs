@@ -176,7 +176,7 @@ impl Architecture for Gpt2 {
             block.attention_norm.forward(x, normed);
             block.qkv.forward(normed, qkv, Output::Set)?;
         }
-        attend(shape, layer, batch, qkv, attended, &mut scratch.attention, &mut scratch.past);
+        attend(shape, layer, batch, qkv, attended, &mut scratch.attention, (&mut scratch.probe, &mut scratch.past));
         for (x, attended) in x.chunks_mut(ROW_TILE * c.hidden).zip(attended.chunks(ROW_TILE * c.hidden)) {
             let normed = &mut normed[..x.len()];
             block.output.forward(attended, x, Output::Add)?;

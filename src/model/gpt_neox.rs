@@ -185,7 +185,7 @@ impl Architecture for GptNeox {
                 self.rotary.forward(row, 2 * c.heads, position);
             }
         }
-        attend(shape, layer, batch, qkv, attended, &mut scratch.attention, &mut scratch.past);
+        attend(shape, layer, batch, qkv, attended, &mut scratch.attention, (&mut scratch.probe, &mut scratch.past));
         for (x, attended) in x.chunks_mut(ROW_TILE * c.hidden).zip(attended.chunks(ROW_TILE * c.hidden)) {
             let normed = &mut normed[..x.len()];
             if c.parallel {

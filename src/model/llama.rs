@@ -241,7 +241,7 @@ impl Architecture for Llama {
                 self.rotary.forward(row, c.heads + c.kv_heads, position);
             }
         }
-        attend(shape, layer, batch, qkv, attended, &mut scratch.attention, &mut scratch.past);
+        attend(shape, layer, batch, qkv, attended, &mut scratch.attention, (&mut scratch.probe, &mut scratch.past));
         for (x, attended) in x.chunks_mut(ROW_TILE * c.hidden).zip(attended.chunks(ROW_TILE * attended_width)) {
             let normed = &mut normed[..x.len()];
             block.output.forward(attended, x, Output::Add)?;

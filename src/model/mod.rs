@@ -95,6 +95,14 @@ pub enum Tap {
     Layer(usize),
     /// The last block's output after the final norm.
     Final,
+    /// What the k-th block attends to: for each token, `keys` numbers, the d-th (from 0) being the share of its attention, averaged over heads, that goes to
+    /// itself and the d tokens before it. Only of sequences that begin in the batch.
+    Attention {
+        /// The block, from 1.
+        block: usize,
+        /// Numbers a token.
+        keys: usize,
+    },
 }
 
 /// Sequences packed one after the other, each attending only within itself.
@@ -167,8 +175,18 @@ pub struct Scratch {
     pub(crate) steps: Buffer,
     pub(crate) delta: DeltaScratch,
     pub(crate) attention: AttentionScratch,
+    /// What attention is read where.
+    pub(crate) probe: Option<Probe>,
     /// By sequence; empty where nothing is kept.
     pub(crate) past: Vec<Option<Past>>,
+}
+
+/// Reads the attention of the block that runs.
+#[derive(Debug)]
+pub(crate) struct Probe {
+    keys: usize,
+    /// Rows of `keys` numbers; empty until the block has run.
+    shares: Vec<f32>,
 }
 
 /// How much of a checkpoint is loaded.
@@ -203,10 +221,11 @@ pub trait Trunk: Send + Sync {
     }
 
     /// Runs the batch, whose sequences go on after what `past` holds of each (nothing yet, or what an earlier call left there) and leave there what comes
-    /// next; where it has no entry, or none, a sequence begins and nothing is kept. The states have the bits of a run over the whole sequence. Returns, for each tap, the states of all its tokens (`tokens x hidden`). Stops after the last layer tapped.
+    /// next; where it has no entry, or none, a sequence begins and nothing is kept. The states have the bits of a run over the whole sequence. Returns, for each tap, the states of all its tokens (`tokens x hidden`, `tokens x keys` for attention). Stops after the last layer tapped.
     ///
     /// # Errors
-    /// [`ModelError::TokenId`] or [`ModelError::Position`] for a token or position the model does not have.
+    /// [`ModelError::TokenId`] or [`ModelError::Position`] for a token or position the model does not have, [`ModelError::Shape`] for the attention of a block
+    /// that has none.
     fn resume(&self, batch: &Batch, past: &mut [Option<Past>], taps: &[Tap], scratch: &mut Scratch) -> Result<Vec<Vec<f32>>, ModelError>;
 
     /// The output head, which reads the states of [`Tap::Final`], if it was loaded.
@@ -238,8 +257,12 @@ fn attend(
     qkv: &[f32],
     out: &mut [f32],
     scratch: &mut AttentionScratch,
-    past: &mut [Option<Past>],
+    (probe, past): (&mut Option<Probe>, &mut [Option<Past>]),
 ) {
+    if let Some(probe) = probe {
+        probe.shares =
+            batch.sequences().flat_map(|span| shares(shape, &qkv[span.start * shape.qkv()..span.end * shape.qkv()], probe.keys)).collect();
+    }
     let (inputs, outputs, own) = (shape.qkv(), shape.heads * shape.head_dim, shape.qkv() - shape.kv());
     for (i, span) in batch.sequences().enumerate() {
         let out = &mut out[span.start * outputs..span.end * outputs];
@@ -254,6 +277,33 @@ fn attend(
             }
         }
     }
+}
+
+/// For each token of a sequence the `keys` numbers of [`Tap::Attention`].
+fn shares(shape: AttentionShape, qkv: &[f32], keys: usize) -> Vec<f32> {
+    let AttentionShape { heads, kv_heads, head_dim, scale, window, .. } = shape;
+    let rows: Vec<&[f32]> = qkv.chunks_exact(shape.qkv()).collect();
+    let mut out = vec![0.0; rows.len() * keys];
+    let mut weights = Vec::new();
+    for (j, (row, out)) in rows.iter().zip(out.chunks_exact_mut(keys)).enumerate() {
+        let first = window.map_or(0, |window| (j + 1).saturating_sub(window));
+        for (head, query) in row[..heads * head_dim].chunks_exact(head_dim).enumerate() {
+            let key_at = (heads + head / (heads / kv_heads)) * head_dim;
+            let dot = |key: &&[f32]| scale * query.iter().zip(&key[key_at..key_at + head_dim]).map(|(q, k)| q * k).sum::<f32>();
+            weights.clear();
+            // From the token itself backwards.
+            weights.extend(rows[first..=j].iter().rev().map(dot));
+            let max = weights.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            weights.iter_mut().for_each(|w| *w = (*w - max).exp());
+            let sum = weights.iter().sum::<f32>() * heads as f32;
+            let mut so_far = 0.0;
+            for (d, out) in out.iter_mut().enumerate() {
+                so_far += weights.get(d).copied().unwrap_or(0.0);
+                *out += so_far / sum;
+            }
+        }
+    }
+    out
 }
 
 /// What an architecture brings; the trunk around it is the same for all.
@@ -303,7 +353,7 @@ impl<A: Architecture> Trunk for A {
             return Err(ModelError::Position { position, context: positions });
         }
         let depth = |tap: &Tap| match tap {
-            Tap::Layer(layer) => (*layer).min(self.blocks()),
+            Tap::Layer(layer) | Tap::Attention { block: layer, .. } => (*layer).min(self.blocks()),
             Tap::Final => self.blocks(),
         };
         let last = taps.iter().map(depth).max().unwrap_or(0);
@@ -312,9 +362,15 @@ impl<A: Architecture> Trunk for A {
         scratch.past.clear();
         scratch.past.extend(past.iter_mut().map(Option::take));
         for layer in 0..=last {
+            let attention = taps.iter().find_map(|tap| match tap {
+                Tap::Attention { keys, .. } if depth(tap) == layer => Some(*keys),
+                _ => None,
+            });
+            scratch.probe = attention.map(|keys| Probe { keys, shares: Vec::new() });
             if layer > 0 {
                 self.block(layer - 1, batch, scratch)?;
             }
+            let shares = scratch.probe.take().map_or(Vec::new(), |probe| probe.shares);
             let x = scratch.x.get(batch.ids.len() * hidden);
             for (tap, out) in taps.iter().zip(&mut states).filter(|(tap, _)| depth(tap) == layer) {
                 match tap {
@@ -323,6 +379,10 @@ impl<A: Architecture> Trunk for A {
                         *out = vec![0.0; x.len()];
                         self.norm(x, out);
                     }
+                    Tap::Attention { .. } if shares.is_empty() => {
+                        return Err(ModelError::Shape(format!("block {layer} has no attention to read; choose another layer")));
+                    }
+                    Tap::Attention { .. } => out.clone_from(&shares),
                 }
             }
         }

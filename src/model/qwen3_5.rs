@@ -238,7 +238,7 @@ impl Qwen35 {
                 self.rotary.forward(row, c.heads + c.kv_heads, position);
             }
         }
-        attend(shape, layer, batch, qkv, attended, &mut scratch.attention, &mut scratch.past);
+        attend(shape, layer, batch, qkv, attended, &mut scratch.attention, (&mut scratch.probe, &mut scratch.past));
         mul_sigmoid(gates, attended);
         Ok(())
     }

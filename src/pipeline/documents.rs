@@ -19,8 +19,8 @@ use crate::io::{SourceBatch, TextCell};
 use crate::model::ops::{Device, Precision};
 use crate::model::{self, Encoder, EncoderIdentity, Identity, Load, ModelError, ModelPath, Tap};
 use crate::score::{
-    Curves, Document, EMBED_TOKENS, EmbeddingBoundary, Engine, EngineOptions, EngineStats, Knots, Positions, Prefix, Readout, Readouts,
-    ScoreError, ScoreSpec, Stage, kernel_revision, reach, sides,
+    Curves, Document, EMBED_TOKENS, EmbeddingBoundary, Engine, EngineOptions, EngineStats, Knots, Passive, Positions, Prefix, Readout,
+    Readouts, ScoreError, ScoreSpec, Stage, kernel_revision, reach, sides,
 };
 use crate::segment::Limits;
 use crate::text::{Edge, EdgePolicy, Edges, SEGMENTER_VERSION, TOKENIZERS_VERSION, Tokenizer, Tokens, find_edges};
@@ -52,6 +52,30 @@ pub struct Scored {
     pub(super) by_readout: Vec<Vec<f32>>,
     /// The curves of each readout, in the pipeline's order.
     pub(super) curves: Vec<ReadoutCurves>,
+}
+
+impl Scored {
+    /// A document with a score and a utility for each candidate, whatever they are.
+    pub(super) fn of_scores(hash: blake3::Hash, edges: Edges, scores: &[f32], utilities: &[f64]) -> Self {
+        let (scores, utilities) = (spread(&edges, scores, f32::NAN), spread(&edges, utilities, f64::NAN));
+        let Edges { tokens, edges } = edges;
+        Self { hash, tokens, edges, scores: Some(scores), utilities, by_readout: Vec::new(), curves: Vec::new() }
+    }
+
+    /// Judges its edges by another recipe, from the curves that it has.
+    pub(super) fn judge_by(&mut self, recipe: &Recipe) {
+        let edges = Edges { tokens: self.tokens, edges: std::mem::take(&mut self.edges) };
+        let (scores, utilities) = recipe.combine(&self.curves, &tokens_after(&edges));
+        self.scores = Some(spread(&edges, &scores, f32::NAN));
+        self.utilities = spread(&edges, &utilities, f64::NAN);
+        self.edges = edges.edges;
+    }
+}
+
+/// Values of candidates, spread over all edges.
+fn spread<T: Copy>(edges: &Edges, values: &[T], none: T) -> Vec<T> {
+    let mut values = values.iter();
+    edges.edges.iter().map(|e| if e.is_candidate() { values.next().copied().unwrap_or(none) } else { none }).collect()
 }
 
 /// What a row turned out to be.
@@ -312,6 +336,20 @@ impl Scorer {
         serde_json::to_string(&fields).unwrap_or_default()
     }
 
+    /// Which edges are candidates.
+    pub(super) fn policy(&self) -> EdgePolicy {
+        self.policy
+    }
+
+    /// The model with its head, for scores that remove no prefix.
+    pub(super) async fn passive(&self) -> Result<Passive, RunError> {
+        let tokenizer = self.tokenizer().await?;
+        let (spec, path) = (self.score_spec(&tokenizer)?, self.model.path.clone());
+        let (device, precision) = (self.settings.device, self.settings.precision);
+        let load = Load { depth: usize::MAX, extra: 0, head: true, device, precision };
+        blocking(move || Ok::<_, RunError>(Passive::new(model::load_trunk(&path, load)?, spec)?)).await?
+    }
+
     pub(super) fn threads(&self) -> usize {
         self.options.threads
     }
@@ -348,7 +386,7 @@ impl Scorer {
         Ok(s.spec(prefix))
     }
 
-    async fn tokenizer(&self) -> Result<Arc<Tokenizer>, RunError> {
+    pub(super) async fn tokenizer(&self) -> Result<Arc<Tokenizer>, RunError> {
         let load = || async {
             self.counters.tokenizer_loaded.store(true, Ordering::Relaxed);
             let path = self.model.path.clone();
@@ -575,19 +613,14 @@ impl Scorer {
 
     fn ready(&self, hash: blake3::Hash, edges: Edges, curves: Option<Vec<ReadoutCurves>>) -> DocState {
         let after = tokens_after(&edges);
-        // Values of candidates, spread over all edges.
-        fn spread<T: Copy>(edges: &Edges, values: Vec<T>, none: T) -> Vec<T> {
-            let mut values = values.into_iter();
-            edges.edges.iter().map(|e| if e.is_candidate() { values.next().unwrap_or(none) } else { none }).collect()
-        }
         let combined = curves.as_ref().map(|curves| self.recipe.combine(curves, &after));
         let (scores, utilities) = combined.map_or((None, Vec::new()), |(scores, utilities)| {
-            (Some(spread(&edges, scores, f32::NAN)), spread(&edges, utilities, f64::NAN))
+            (Some(spread(&edges, &scores, f32::NAN)), spread(&edges, &utilities, f64::NAN))
         });
         self.count_size(edges.tokens, scores.as_deref());
         let curves = curves.unwrap_or_default();
         let by_readout = if self.served_by.len() > 1 {
-            curves.iter().map(|c| spread(&edges, self.recipe.scores(c, self.settings.window, &after), f32::NAN)).collect()
+            curves.iter().map(|c| spread(&edges, &self.recipe.scores(c, self.settings.window, &after), f32::NAN)).collect()
         } else {
             Vec::new()
         };
@@ -870,10 +903,7 @@ fn score_fields(identity: &Identity, policy: EdgePolicy, s: &ScoreSettings, read
     ]);
     // Only RR depends on where states are read.
     if let (Readout::Rr, Some(tap)) = (readout, s.readouts.rr) {
-        let layer = match tap {
-            Tap::Layer(k) => k.to_string(),
-            Tap::Final => "final".into(),
-        };
+        let layer = if let Tap::Layer(k) = tap { k.to_string() } else { "final".into() };
         fields.push(("layer", layer));
     }
     fields

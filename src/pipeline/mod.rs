@@ -6,8 +6,10 @@
 
 mod chunks;
 mod documents;
+mod evaluate;
 mod export;
 mod feed;
+mod methods;
 mod operator;
 mod plan;
 mod run;
@@ -19,7 +21,9 @@ mod utility;
 
 pub use chunks::{Chunks, Cutting};
 pub use documents::{DocState, Need, Scored, Scorer, cache_path};
+pub use evaluate::{Calibrated, EvalOptions, Evaluated, Evaluation, evaluate, find_penalties, overlay};
 pub use export::{edges_schema, export_edges};
+pub use methods::Method;
 pub use operator::Operator;
 pub use plan::{Plan, PlanOptions, plan};
 pub use run::{Progress, RunOptions, Stop, run};

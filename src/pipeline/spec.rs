@@ -62,6 +62,27 @@ pub struct Pipeline {
     pub cache: Cache,
     /// Where chunks go.
     pub output: Output,
+    /// What `calibrate` found for methods that are compared; `eval` reads it.
+    pub eval: Eval,
+}
+
+/// The `[eval]` table. It changes nothing of a run.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Eval {
+    /// By the method's name.
+    pub methods: BTreeMap<String, MethodSettings>,
+}
+
+/// How a method that is compared cuts.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MethodSettings {
+    /// The cut penalty, in the units of its objective.
+    pub penalty: f64,
+    /// Of a sum of percentiles, the weight of each readout.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub utility: Option<BTreeMap<String, f64>>,
 }
 
 /// A way to score and cut.
@@ -91,6 +112,13 @@ impl Preset {
                 "edges.grid = 8\nsegment.objective = \"percentile\"\n[score]\nreadouts = [\"rr\"]\nreset_prefix = \"none\"\nwindow = 24"
             }
         }
+    }
+
+    /// A pipeline of nothing but the preset.
+    #[must_use]
+    pub fn pipeline(self) -> Pipeline {
+        let table = self.table().parse::<toml::Table>().ok().and_then(|table| table.try_into().ok());
+        Pipeline { preset: Some(self), ..table.unwrap_or_default() }
     }
 
     /// The preset of a pipeline's table.

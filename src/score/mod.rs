@@ -6,11 +6,13 @@
 mod boundary;
 mod curve;
 mod engine;
+mod passive;
 mod stages;
 
 pub use boundary::{EMBED_TOKENS, EmbeddingBoundary, sides};
 pub use curve::{Curve, Curves, Damage, Knots, kept_positions, score_at};
 pub use engine::{Document, EdgeCurves, Engine, EngineOptions, EngineStats};
+pub use passive::{Comparator, Passive, PassiveScratch, surface};
 pub use stages::{Stage, reach};
 
 use crate::model::ops::Precision;

@@ -2,6 +2,7 @@
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used)]
 
 mod commands;
+mod evaluate;
 mod faults;
 mod formats;
 mod fuzz;

@@ -1,0 +1,94 @@
+//! `calibrate` and `eval`: methods side by side on documents whose true units are known.
+
+use serde_json::{Value, json};
+
+use crate::tool::{Place, json_lines, prose};
+
+/// Streams of three records each, in two domains.
+fn streams(place: &Place, name: &str, count: usize, skip: usize) {
+    let records: Vec<String> = prose(400, 14).into_iter().filter(|r| r.len() > 150).skip(skip * 3).take(count * 3).collect();
+    let lines: Vec<String> = records
+        .chunks_exact(3)
+        .enumerate()
+        .map(|(i, records)| {
+            let starts: Vec<usize> = records.iter().scan(0, |at, r| Some(std::mem::replace(at, *at + r.len() + 1))).collect();
+            let topic = if i % 2 == 0 { "a" } else { "b" };
+            json!({ "id": format!("s{i}"), "topic": topic, "text": records.join(" "), "starts": starts }).to_string()
+        })
+        .collect();
+    place.write(name, (lines.join("\n") + "\n").as_bytes());
+}
+
+const METHODS: &str = "pipeline,rr,lr,rr+lr,boundary_surprisal,window_surprisal,ppl_minimum,attention_isolation,residual_jump,\
+                       local_hidden_distance,embedding_jump,sentence,punctuation,fixed_grid,random";
+
+#[test]
+fn penalties_found_on_one_split_are_used_on_the_other_and_by_run() {
+    let place = Place::new();
+    streams(&place, "in/cal.jsonl", 6, 0);
+    streams(&place, "dev.jsonl", 8, 6);
+    let judged = ["--gold", "starts", "--domain", "topic", "--methods", METHODS];
+    let found = place.tool(&[&["calibrate", "p.toml", "--fusion", "--output", "cal.toml"], &judged[..]].concat()).ok();
+    assert!(found.stderr.contains("window_surprisal"), "{}", found.stderr);
+    let overlay = std::fs::read_to_string(place.path("cal.toml")).unwrap();
+    assert!(overlay.contains("[segment]\npenalty = ") && overlay.contains("[eval.methods.\"rr+lr\"]"), "{overlay}");
+
+    let eval = ["eval", "p.toml", "--overlay", "cal.toml", "--input", "dev.jsonl", "--resamples", "200", "--baseline", "sentence"];
+    let json = |more: &[&str]| -> Value { serde_json::from_slice(&place.tool(&[&eval[..], &judged, more].concat()).ok().stdout).unwrap() };
+    let mut found = json(&["--json"]);
+    assert_eq!((&found["documents"], &found["units"], &found["baseline"]), (&json!(8), &json!(24), &json!("sentence")));
+    let methods = found["methods"].as_array().unwrap();
+    assert_eq!(methods.len(), METHODS.split(',').count());
+    for method in methods {
+        let interval = &method["measures"]["clean_unit_recovery"];
+        let [value, low, high] = ["value", "low", "high"].map(|k| interval[k].as_f64().unwrap());
+        assert!((0.0..=1.0).contains(&value) && low <= value && value <= high, "{method}");
+        assert_eq!(method["calibrated"], json!(true), "{method}");
+        assert_eq!(method["difference"].is_null(), method["method"] == "sentence", "{method}");
+        assert_eq!(method["domains"].as_object().unwrap().len(), 2);
+    }
+    // What is paid for is said: comparators share one pass, the percentiles of the pipeline's own readout come from the cache.
+    let of = |name: &str| methods.iter().find(|m| m["method"] == name).unwrap();
+    assert_eq!(of("residual_jump")["forward_tokens"], found["tokens"]);
+    assert_eq!((&of("pipeline")["from_cache"], &of("rr")["from_cache"]), (&json!(0), &json!(8)));
+    assert_eq!(of("pipeline")["measures"], of("rr")["measures"]);
+    assert_eq!(of("sentence")["forward_tokens"], json!(0));
+
+    // The same again, but for what it cost.
+    let mut again = json(&["--json"]);
+    for e in [&mut found, &mut again] {
+        for method in e["methods"].as_array_mut().unwrap() {
+            ["forward_tokens", "seconds", "from_cache"].iter().for_each(|key| drop(method.as_object_mut().unwrap().remove(*key)));
+        }
+    }
+    assert_eq!(found, again);
+    let markdown = place.tool(&[&eval[..], &judged, &["--markdown"]].concat()).ok();
+    let text = String::from_utf8(markdown.stdout).unwrap();
+    assert!(text.starts_with("| method | penalty |") && text.contains("| method | recovery, a | recovery, b |"), "{text}");
+
+    // The pipeline's own figures are those of what `run` makes with the overlay.
+    place.run(&["--overlay", "cal.toml", "--input", "dev.jsonl"]).ok();
+    let own = found["methods"].as_array().unwrap().iter().find(|m| m["method"] == "pipeline").unwrap();
+    assert_eq!(own["chunks"]["count"].as_u64().unwrap() as usize, place.chunks("out").len());
+    assert!(place.summary("out")["penalty"] == own["penalty"]);
+}
+
+#[test]
+fn gold_that_is_missing_or_does_not_fit_is_named() {
+    let place = Place::new();
+    streams(&place, "in/a.jsonl", 2, 0);
+    let eval = |more: &[&str]| place.tool(&[&["eval", "p.toml", "--methods", "sentence", "--resamples", "10"], more].concat());
+    eval(&["--gold", "nothing"]).fails(1, "a.jsonl, row 0: nothing: is null");
+    eval(&["--gold", "topic"]).fails(1, "not a JSON list of bytes");
+    eval(&["--gold", "starts", "--baseline", "rr"]).fails(1, "the baseline \"rr\" is not among the methods: sentence");
+    eval(&["--gold", "starts", "--methods", "sentense"]).fails(2, "is no method; there are pipeline");
+    eval(&["--gold", "starts", "--set", "segment.count=3"]).fails(1, "leave segment.count");
+    let mut rows = json_lines(&std::fs::read(place.path("in/a.jsonl")).unwrap());
+    rows[1]["starts"] = json!([0, 400, 300]);
+    let lines: Vec<String> = rows.iter().map(Value::to_string).collect();
+    place.write("in/a.jsonl", lines.join("\n").as_bytes());
+    eval(&["--gold", "starts"]).fails(1, "row 1: starts: the units at bytes 400 and 300 are not in order");
+    std::fs::remove_file(place.path("in/a.jsonl")).unwrap();
+    place.write("in/a.jsonl", b"");
+    eval(&["--gold", "starts"]).fails(1, "holds no document to evaluate on");
+}
