@@ -15,6 +15,7 @@ pub mod index;
 pub mod io;
 pub mod model;
 pub mod pipeline;
+pub mod report;
 pub mod score;
 pub mod segment;
 pub mod text;

@@ -52,6 +52,10 @@ pub(super) enum Command {
     Score(ScoreArgs),
     /// Show what other cut penalties would give, from the cache alone
     Sweep(SweepArgs),
+    /// Make an HTML page of documents, their scores and chunks
+    View(ViewArgs),
+    /// Show one document with its scores and chunks on the terminal
+    Show(ShowArgs),
     /// Find the penalty of each method on documents whose true units are known
     Calibrate(CalibrateArgs),
     /// Compare methods on documents whose true units are known, with intervals
@@ -242,6 +246,31 @@ pub(super) struct SweepArgs {
     /// What to do about documents that are not in the cache
     #[arg(long, value_enum)]
     pub(super) on_miss: Option<SweepOnMiss>,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(super) struct ViewArgs {
+    /// Pipeline file (.toml); or chunks that a run has written, a file or a folder, without scores of edges that were not cut
+    #[command(flatten)]
+    pub(super) common: Common,
+    /// HTML file to write
+    #[arg(long, value_name = "FILE")]
+    pub(super) output: PathBuf,
+    /// Column that holds the byte at which each true unit begins, to be drawn too
+    #[arg(long, value_name = "COLUMN")]
+    pub(super) gold: Option<String>,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(super) struct ShowArgs {
+    #[command(flatten)]
+    pub(super) common: Common,
+    /// Id of the document; without input.id_column, <path>#<row>
+    #[arg(long = "doc", value_name = "ID")]
+    pub(super) document: String,
+    /// Column that holds the byte at which each true unit begins, to be drawn too
+    #[arg(long, value_name = "COLUMN")]
+    pub(super) gold: Option<String>,
 }
 
 /// What `calibrate` and `eval` share.

@@ -12,7 +12,8 @@ use right_reset::cache::{self, CacheError, Imported, Prune, SledStore};
 use right_reset::io::IoError;
 use right_reset::model::{self, ModelError};
 use right_reset::pipeline::spec::{OnMiss, Pipeline, SpecError, SpecSources};
-use right_reset::pipeline::{self, EvalOptions, Method, PlanOptions, RunError, RunOptions, Stop, cache_path};
+use right_reset::pipeline::{self, EvalOptions, Method, PlanOptions, RunError, RunOptions, Stop, ViewOptions, cache_path};
+use right_reset::report;
 use right_reset::score::ScoreError;
 use tokio::sync::watch;
 
@@ -151,6 +152,32 @@ fn dispatch(args: Args) -> Result<(), Failure> {
             pipeline.cache.on_miss = if sweep.on_miss == Some(args::SweepOnMiss::Score) { OnMiss::Score } else { OnMiss::Skip };
             let found = block_on(None, |stop| pipeline::sweep(&pipeline, &models, &sweep.penalty.0, sweep.common.limit, stop))?;
             print::sweep(&found, sweep.json)
+        }
+        Command::View(args) => {
+            const DOCUMENTS: u64 = 200;
+            let limit = args.common.limit.unwrap_or(DOCUMENTS);
+            let file = &args.common.pipeline;
+            let found = if file.extension().is_some_and(|e| e == "toml") {
+                let pipeline = load(&args.common, None)?;
+                block_on(None, |stop| {
+                    let (models, gold) = (models.clone(), args.gold.clone());
+                    async { pipeline::view(&pipeline, ViewOptions { models, gold, document: None, limit: Some(limit), stop }).await }
+                })?
+            } else {
+                block_on(None, |stop| pipeline::view_chunks(file, Some(limit), stop))?
+            };
+            right_reset::io::write_whole(&args.output, report::html(&found).as_bytes())?;
+            let more = if args.common.limit.is_none() && found.documents.len() as u64 == limit { "; --limit takes more" } else { "" };
+            eprintln!("{} documents written to {}{more}", found.documents.len(), args.output.display());
+            Ok(())
+        }
+        Command::Show(args) => {
+            let pipeline = load(&args.common, None)?;
+            let found = block_on(None, |stop| {
+                let (models, gold, document) = (models.clone(), args.gold.clone(), Some(args.document.clone()));
+                async { pipeline::view(&pipeline, ViewOptions { models, gold, document, limit: args.common.limit, stop }).await }
+            })?;
+            print::documents(&found)
         }
         Command::Calibrate(args) => {
             let pipeline = load(&args.judging.common, None)?;

@@ -9,6 +9,7 @@ use right_reset::eval::{Interval, Measure};
 use right_reset::io::{SourceReader, Standing, TextCell, discover, write_whole};
 use right_reset::model::{BUILT_IN, EncoderIdentity, Identity, ModelPath, Origin};
 use right_reset::pipeline::{Calibrated, Evaluated, Evaluation, Plan, Status, Summary, Sweep};
+use right_reset::report::{self, Report};
 use tracing_subscriber::EnvFilter;
 
 use super::Failure;
@@ -355,6 +356,16 @@ pub(super) fn evaluation(e: &Evaluation, markdown: bool) -> Result<(), Failure> 
         e.resamples,
         if e.methods.iter().any(|m| !m.calibrated) { "; * a default penalty, not calibrated" } else { "" }
     );
+    Ok(())
+}
+
+pub(super) fn documents(found: &Report) -> Result<(), Failure> {
+    let terminal = std::io::stdout().is_terminal();
+    let colour = terminal && std::env::var_os("NO_COLOR").is_none();
+    let width = rustix::termios::tcgetwinsize(std::io::stdout()).map_or(100, |size| usize::from(size.ws_col)).saturating_sub(12);
+    for page in &found.documents {
+        out(&report::terminal(found, page, if width < 20 { 88 } else { width }, colour))?;
+    }
     Ok(())
 }
 

@@ -18,6 +18,7 @@ use crate::score::{Damage, Knots, Readout};
 use crate::segment::{
     Cut, Limits, SegmentError, Segmentation, fixed_count, fixed_damage, open_count, open_counts, open_damage, open_damages,
 };
+use crate::text::Edge;
 
 /// Names of the columns that every output has, in order, `source_file` and `source_row` only with provenance. With several readouts a column
 /// `cut_<readout>` for each follows `cut_utility`; with chunk damage as the objective, `cut_damage` and `cut_damage_per_token` come next.
@@ -151,6 +152,20 @@ impl<'a> Prepared<'a> {
             _ => None,
         };
         Self { cuts: index.iter().map(cut).collect(), index, tokens, damages }
+    }
+
+    /// The edges, with the curve of each and the tokens that it was scored for where damages count.
+    pub(super) fn edges<'b>(&'b self, document: &'b Scored) -> impl Iterator<Item = (&'b Edge, Option<(&'b [f32], u32)>)> {
+        let curve = |i: usize| self.damages.as_ref().map(|damages| damages[i].curve());
+        self.index.iter().enumerate().map(move |(i, &edge)| (&document.edges[edge], curve(i)))
+    }
+
+    /// Score and utility of each of the edges; none of a fallback edge.
+    pub(super) fn values<'b>(&'b self, document: &'b Scored) -> impl Iterator<Item = (Option<f32>, Option<f64>)> + 'b {
+        let scores = document.scores.as_deref().unwrap_or_default();
+        let score = |edge: usize| scores.get(edge).copied().filter(|s| !s.is_nan());
+        let utility = |cut: &Cut| cut.utility.filter(|u| !u.is_nan());
+        self.index.iter().zip(&self.cuts).map(move |(&edge, cut)| (score(edge), utility(cut)))
     }
 
     /// The open-count program at a penalty.

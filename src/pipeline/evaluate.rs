@@ -536,7 +536,7 @@ async fn gather(pipeline: &Pipeline, options: &EvalOptions, tokenizer: &Tokenize
 }
 
 /// The bytes of a cell: a list of integers, or JSON text of one.
-fn starts(column: &ArrayRef, row: usize) -> Result<Vec<u64>, String> {
+pub(super) fn starts(column: &ArrayRef, row: usize) -> Result<Vec<u64>, String> {
     if column.is_null(row) {
         return Err("is null; every document needs the byte at which each of its units begins".into());
     }
@@ -558,7 +558,7 @@ fn starts(column: &ArrayRef, row: usize) -> Result<Vec<u64>, String> {
 
 /// The first token of every unit but the first. A token belongs to the unit that holds its first character that is no white space, one of white space alone to
 /// that of the token before it (design section 2).
-fn boundaries(text: &str, tokens: &Tokens, starts: &[u64]) -> Result<Vec<u32>, String> {
+pub(super) fn boundaries(text: &str, tokens: &Tokens, starts: &[u64]) -> Result<Vec<u32>, String> {
     let mut place = 0;
     let places: Vec<u64> = tokens
         .spans

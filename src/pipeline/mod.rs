@@ -18,6 +18,7 @@ mod status;
 mod summary;
 mod sweep;
 mod utility;
+mod view;
 
 pub use chunks::{Chunks, Cutting};
 pub use documents::{DocState, Need, Scored, Scorer, cache_path};
@@ -30,6 +31,7 @@ pub use run::{Progress, RunOptions, Stop, run};
 pub use status::{Joined, Status, Worker, status};
 pub use summary::{Summary, chunks_schema, manifest_schema, summary_schema};
 pub use sweep::{PenaltyRow, Sweep, sweep};
+pub use view::{ViewOptions, view, view_chunks};
 
 use crate::cache::CacheError;
 use crate::io::IoError;

@@ -193,7 +193,7 @@ impl Operator {
         Ok(CutBatch { chunks, rows, lengths, relaxed, bad })
     }
 
-    fn cut_document(&self, document: &Scored, batch: &SourceBatch, row: usize) -> Result<Chunks, String> {
+    pub(super) fn cut_document(&self, document: &Scored, batch: &SourceBatch, row: usize) -> Result<Chunks, String> {
         let cutting = if self.plan.count.is_some() {
             let counts = batch.columns.column(usize::from(self.plan.id.is_some())).as_primitive::<Int64Type>();
             if counts.is_null(row) {

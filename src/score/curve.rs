@@ -177,6 +177,12 @@ impl Knots {
         self
     }
 
+    /// Tokens at which a curve of a whole window is kept.
+    #[must_use]
+    pub fn places(&self) -> &[u32] {
+        &self.at
+    }
+
     /// Values that a longer curve keeps of its first `tokens` tokens.
     #[must_use]
     pub fn kept(&self, tokens: u32) -> usize {
@@ -211,7 +217,13 @@ pub struct Damage<'a> {
     roots: &'a [f64],
 }
 
-impl Damage<'_> {
+impl<'a> Damage<'a> {
+    /// The curve, and the tokens that it was scored for.
+    #[must_use]
+    pub fn curve(&self) -> (&'a [f32], u32) {
+        (self.curve, self.m)
+    }
+
     /// D(b, l): the damage of the first `len` tokens, in nats. Linear between kept values; beyond the window's m tokens, D(b, m) * sqrt(l / m). NaN for an
     /// empty curve.
     #[must_use]

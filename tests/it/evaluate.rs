@@ -74,6 +74,32 @@ fn penalties_found_on_one_split_are_used_on_the_other_and_by_run() {
 }
 
 #[test]
+fn show_prints_one_document_and_view_says_what_it_cannot_show() {
+    let place = Place::new();
+    streams(&place, "in/a.jsonl", 3, 0);
+    let texts: Vec<String> =
+        json_lines(&std::fs::read(place.path("in/a.jsonl")).unwrap()).iter().map(|r| r["text"].as_str().unwrap().to_owned()).collect();
+    let shown = place.tool(&["show", "p.toml", "--doc", "a.jsonl#1", "--gold", "starts"]).ok();
+    let shown = String::from_utf8(shown.stdout).unwrap();
+    assert!(
+        shown.starts_with("a.jsonl#1: ") && shown.contains("  utility\n") && shown.contains("  true units\n") && !shown.contains('\x1b'),
+        "{shown}"
+    );
+    let chunks: String = shown.split("\n── ").skip(1).map(|chunk| chunk.split_once('\n').unwrap().1.trim_end_matches('\n')).collect();
+    assert_eq!(chunks, texts[1]);
+    // Only what is shown was scored.
+    assert_eq!(place.run(&[]).ok().stderr.matches("1 from cache, 2 scored").count(), 1);
+    place.tool(&["show", "p.toml", "--doc", "b"]).fails(1, "document \"b\" is not in the input: without input.id_column");
+    place
+        .tool(&["view", "in/a.jsonl", "--output", "r.html"])
+        .fails(1, "row 0 has no chunk_index or token_count: it holds no chunks of right-reset");
+    place
+        .tool(&["view", "p.toml", "--output", "r.html", "--set", "segment.target_mean_tokens=50"])
+        .fails(1, "give the one that the run found");
+    assert!(!place.path("r.html").exists());
+}
+
+#[test]
 fn gold_that_is_missing_or_does_not_fit_is_named() {
     let place = Place::new();
     streams(&place, "in/a.jsonl", 2, 0);

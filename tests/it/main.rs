@@ -1,6 +1,7 @@
 //! Behaviour tests, through the binary, with the tiny model.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used)]
 
+mod browser;
 mod commands;
 mod evaluate;
 mod faults;
