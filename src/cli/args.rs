@@ -56,6 +56,11 @@ pub(super) enum Command {
     View(ViewArgs),
     /// Show one document with its scores and chunks on the terminal
     Show(ShowArgs),
+    /// Make a benchmark of flattened records
+    Streams {
+        #[command(subcommand)]
+        command: StreamsCommand,
+    },
     /// Find the penalty of each method on documents whose true units are known
     Calibrate(CalibrateArgs),
     /// Compare methods on documents whose true units are known, with intervals
@@ -271,6 +276,59 @@ pub(super) struct ShowArgs {
     /// Column that holds the byte at which each true unit begins, to be drawn too
     #[arg(long, value_name = "COLUMN")]
     pub(super) gold: Option<String>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(super) enum StreamsCommand {
+    /// Join records that resemble each other by one space, for calibrate and eval: calibration.jsonl, evaluation.jsonl (gold: record_byte_starts) and build.json
+    Build(StreamsArgs),
+}
+
+#[derive(Debug, ClapArgs)]
+pub(super) struct StreamsArgs {
+    /// Files, folders or globs of records (Parquet, JSONL, Arrow)
+    #[arg(required = true)]
+    pub(super) records: Vec<String>,
+    /// Folder for the streams
+    #[arg(long, value_name = "DIR")]
+    pub(super) output: PathBuf,
+    /// Column that holds the text
+    #[arg(long, value_name = "COLUMN", default_value = "text")]
+    pub(super) text_column: String,
+    /// Column that identifies a record
+    #[arg(long, value_name = "COLUMN")]
+    pub(super) id_column: Option<String>,
+    /// Column that names the domain: records are joined with others of theirs alone
+    #[arg(long, value_name = "COLUMN")]
+    pub(super) domain: Option<String>,
+    /// What makes records alike: an encoder, as score.encoder has them, or words (tf-idf, no model)
+    #[arg(long, value_name = "NAME", default_value = "minilm-l6")]
+    pub(super) likeness: String,
+    /// Fewest words of a record
+    #[arg(long, value_name = "N", default_value_t = 60)]
+    pub(super) min_words: usize,
+    /// Most words of a record
+    #[arg(long, value_name = "N", default_value_t = 250)]
+    pub(super) max_words: usize,
+    /// Most streams of a domain
+    #[arg(long, value_name = "N")]
+    pub(super) streams: Option<usize>,
+    /// Share of the streams that are for calibration
+    #[arg(long, value_name = "SHARE", default_value_t = 0.2, value_parser = share_of_one)]
+    pub(super) calibration: f64,
+    /// Everything drawn follows from it
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(super) seed: u64,
+    /// Set each stream as a page (pango-view), make a picture of it at so many dots per inch, and read it back (tesseract)
+    #[arg(long, value_name = "DPI", value_parser = clap::value_parser!(u32).range(50..=1200))]
+    pub(super) render: Option<u32>,
+    /// Replace streams that are there
+    #[arg(long)]
+    pub(super) force: bool,
+}
+
+fn share_of_one(text: &str) -> Result<f64, String> {
+    text.parse().ok().filter(|v| (0.0..=1.0).contains(v)).ok_or_else(|| "a share lies between 0 and 1".to_owned())
 }
 
 /// What `calibrate` and `eval` share.

@@ -4,20 +4,21 @@ mod args;
 mod print;
 mod progress;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
 use right_reset::cache::{self, CacheError, Imported, Prune, SledStore};
+use right_reset::eval::Packing;
 use right_reset::io::IoError;
 use right_reset::model::{self, ModelError};
 use right_reset::pipeline::spec::{OnMiss, Pipeline, SpecError, SpecSources};
-use right_reset::pipeline::{self, EvalOptions, Method, PlanOptions, RunError, RunOptions, Stop, ViewOptions, cache_path};
+use right_reset::pipeline::{self, EvalOptions, Method, PlanOptions, RunError, RunOptions, Stop, StreamOptions, ViewOptions, cache_path};
 use right_reset::report;
 use right_reset::score::ScoreError;
 use tokio::sync::watch;
 
-use args::{Args, CacheCommand, Command, Common, ModelsCommand, SchemaName};
+use args::{Args, CacheCommand, Command, Common, ModelsCommand, SchemaName, StreamsCommand};
 
 /// What a failure is, and so the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -179,6 +180,11 @@ fn dispatch(args: Args) -> Result<(), Failure> {
             })?;
             print::documents(&found)
         }
+        Command::Streams { command: StreamsCommand::Build(args) } => {
+            let built = block_on(None, |stop| pipeline::build_streams(stream_options(args, models.clone(), stop)))?;
+            print::built(&built);
+            Ok(())
+        }
         Command::Calibrate(args) => {
             let pipeline = load(&args.judging.common, None)?;
             let found = block_on(None, |stop| pipeline::find_penalties(&pipeline, judging(&args.judging, &models, stop), args.fusion))?;
@@ -250,6 +256,23 @@ fn dispatch(args: Args) -> Result<(), Failure> {
             clap_complete::generate(shell, &mut Args::command(), "right-reset", &mut std::io::stdout());
             Ok(())
         }
+    }
+}
+
+fn stream_options(args: args::StreamsArgs, models: PathBuf, stop: watch::Receiver<Option<Stop>>) -> StreamOptions {
+    StreamOptions {
+        records: args.records,
+        output: args.output,
+        text_column: args.text_column,
+        id_column: args.id_column,
+        domain: args.domain,
+        likeness: args.likeness,
+        words: (args.min_words, args.max_words),
+        packing: Packing { seed: args.seed, records: (3, 6), streams: args.streams, calibration: args.calibration },
+        render: args.render,
+        force: args.force,
+        models,
+        stop,
     }
 }
 

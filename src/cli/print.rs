@@ -8,7 +8,7 @@ use arrow::util::display::array_value_to_string;
 use right_reset::eval::{Interval, Measure};
 use right_reset::io::{SourceReader, Standing, TextCell, discover, write_whole};
 use right_reset::model::{BUILT_IN, EncoderIdentity, Identity, ModelPath, Origin};
-use right_reset::pipeline::{Calibrated, Evaluated, Evaluation, Plan, Status, Summary, Sweep};
+use right_reset::pipeline::{Built, Calibrated, Evaluated, Evaluation, Plan, Status, Summary, Sweep};
 use right_reset::report::{self, Report};
 use tracing_subscriber::EnvFilter;
 
@@ -367,6 +367,16 @@ pub(super) fn documents(found: &Report) -> Result<(), Failure> {
         out(&report::terminal(found, page, if width < 20 { 88 } else { width }, colour))?;
     }
     Ok(())
+}
+
+pub(super) fn built(b: &Built) {
+    eprintln!(
+        "{} streams for calibration and {} for evaluation, of {} records by {} ({} records left out for their length)",
+        b.calibration, b.evaluation, b.records, b.likeness, b.left_out
+    );
+    if let Some(agreement) = b.character_agreement {
+        eprintln!("read back with {:.2} % of characters in common; {} streams lost a record and were left out", 100.0 * agreement, b.lost);
+    }
 }
 
 pub(super) fn models(folder: &Path) {

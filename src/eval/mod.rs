@@ -5,6 +5,8 @@
 
 mod bootstrap;
 mod metrics;
+mod streams;
 
 pub use bootstrap::{Dice, Interval, Strata, resample};
 pub use metrics::{Counts, Measure, NEAR, compare, window_size};
+pub use streams::{Packing, Record, Stream, WordLikeness, flatten, pack, reread};

@@ -118,3 +118,60 @@ fn gold_that_is_missing_or_does_not_fit_is_named() {
     place.write("in/a.jsonl", b"");
     eval(&["--gold", "starts"]).fails(1, "holds no document to evaluate on");
 }
+
+#[test]
+fn streams_are_built_of_records_and_read_back_from_pictures() {
+    let place = Place::new();
+    let records: Vec<String> = prose(60, 9);
+    let lines: Vec<String> = records
+        .iter()
+        .enumerate()
+        .map(|(i, text)| json!({ "id": format!("r{i}"), "text": text.replace(". ", ".\n\n") }).to_string())
+        .collect();
+    place.write("records.jsonl", lines.join("\n").as_bytes());
+    let build = |more: &[&str]| {
+        let fixed =
+            ["streams", "build", "records.jsonl", "--id-column", "id", "--likeness", "words", "--min-words", "12", "--max-words", "60"];
+        place.tool(&[&fixed[..], more].concat())
+    };
+    build(&["--output", "s", "--calibration", "0.3"]).ok();
+    let read = |file: &str| json_lines(&std::fs::read(place.path(file)).unwrap());
+    let (calibration, evaluation) = (read("s/calibration.jsonl"), read("s/evaluation.jsonl"));
+    assert!(!calibration.is_empty() && evaluation.len() > calibration.len());
+    let mut used = std::collections::HashSet::new();
+    for stream in calibration.iter().chain(&evaluation) {
+        let (text, starts) = (stream["text"].as_str().unwrap(), stream["record_byte_starts"].as_array().unwrap());
+        assert!(!text.contains('\n') && (3..=6).contains(&starts.len()));
+        for (start, id) in starts.iter().zip(stream["record_ids"].as_array().unwrap()) {
+            let id = id.as_str().unwrap();
+            assert!(text[start.as_u64().unwrap() as usize..].starts_with(&records[id[1..].parse::<usize>().unwrap()]), "{id}");
+            assert!(used.insert(id.to_owned()));
+        }
+    }
+    build(&["--output", "s"]).fails(1, "is there already; --force replaces it");
+    build(&["--output", "t", "--calibration", "0.3"]).ok();
+    assert!(
+        ["calibration.jsonl", "evaluation.jsonl", "build.json"]
+            .iter()
+            .all(|f| { std::fs::read(place.path(&format!("s/{f}"))).unwrap() == std::fs::read(place.path(&format!("t/{f}"))).unwrap() })
+    );
+    place
+        .tool(&["streams", "build", "records.jsonl", "--output", "u", "--likeness", "words", "--min-words", "200"])
+        .fails(1, "are too few for a stream");
+    // What was built can be judged.
+    place.tool(&["calibrate", "p.toml", "--input", "s/calibration.jsonl", "--gold", "record_byte_starts", "--methods", "sentence,rr"]).ok();
+
+    let rendered = build(&["--output", "ocr", "--streams", "3", "--render", "180"]);
+    let there = |program: &str| std::process::Command::new(program).arg("--version").output().is_ok();
+    if !there("pango-view") || !there("tesseract") {
+        rendered.fails(1, "install it (Debian: apt-get install");
+        return;
+    }
+    rendered.ok();
+    let built: Value = serde_json::from_slice(&std::fs::read(place.path("ocr/build.json")).unwrap()).unwrap();
+    assert!(built["character_agreement"].as_f64().unwrap() > 0.95, "{built}");
+    for stream in read("ocr/evaluation.jsonl") {
+        let starts: Vec<u64> = stream["record_byte_starts"].as_array().unwrap().iter().map(|s| s.as_u64().unwrap()).collect();
+        assert!(starts.windows(2).all(|p| p[0] < p[1]) && starts.len() == stream["record_ids"].as_array().unwrap().len());
+    }
+}

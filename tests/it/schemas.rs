@@ -54,6 +54,7 @@ fn help_is_the_checked_in_one() {
         &["sweep"],
         &["view"],
         &["show"],
+        &["streams", "build"],
         &["calibrate"],
         &["eval"],
         &["models"],
