@@ -56,6 +56,8 @@ pub(super) enum Command {
     View(ViewArgs),
     /// Show one document with its scores and chunks on the terminal
     Show(ShowArgs),
+    /// Study whether cuts lie where the removed prefix matters least to the model's predictions
+    Mechanism(MechanismArgs),
     /// Make a benchmark of flattened records
     Streams {
         #[command(subcommand)]
@@ -276,6 +278,37 @@ pub(super) struct ShowArgs {
     /// Column that holds the byte at which each true unit begins, to be drawn too
     #[arg(long, value_name = "COLUMN")]
     pub(super) gold: Option<String>,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(super) struct MechanismArgs {
+    /// Pipeline file (.toml), of which input, model and cache count; or a file or folder of documents
+    #[command(flatten)]
+    pub(super) common: Common,
+    /// Column that names the source: its passages are drawn again together [default: each row is a source]
+    #[arg(long, value_name = "COLUMN")]
+    pub(super) source: Option<String>,
+    /// Passages of each row
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    pub(super) passages: usize,
+    /// Tokens of a passage
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    pub(super) tokens: usize,
+    /// Reset prefixes to try beside none, with |, as score.reset_prefix has them
+    #[arg(long, value_name = "LIST", value_delimiter = '|', default_value = "bos|document|separator:\n\n|local:8")]
+    pub(super) prefixes: Vec<String>,
+    /// Times that sources are drawn again
+    #[arg(long, value_name = "N", default_value_t = 10_000)]
+    pub(super) resamples: usize,
+    /// Seed of the random method, and of what is drawn
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(super) seed: u64,
+    /// Print JSON
+    #[arg(long)]
+    pub(super) json: bool,
+    /// Print Markdown
+    #[arg(long, conflicts_with = "json")]
+    pub(super) markdown: bool,
 }
 
 #[derive(Debug, Subcommand)]

@@ -13,7 +13,9 @@ use right_reset::eval::Packing;
 use right_reset::io::IoError;
 use right_reset::model::{self, ModelError};
 use right_reset::pipeline::spec::{OnMiss, Pipeline, SpecError, SpecSources};
-use right_reset::pipeline::{self, EvalOptions, Method, PlanOptions, RunError, RunOptions, Stop, StreamOptions, ViewOptions, cache_path};
+use right_reset::pipeline::{
+    self, EvalOptions, MechanismOptions, Method, PlanOptions, RunError, RunOptions, Stop, StreamOptions, ViewOptions, cache_path,
+};
 use right_reset::report;
 use right_reset::score::ScoreError;
 use tokio::sync::watch;
@@ -158,7 +160,7 @@ fn dispatch(args: Args) -> Result<(), Failure> {
             const DOCUMENTS: u64 = 200;
             let limit = args.common.limit.unwrap_or(DOCUMENTS);
             let file = &args.common.pipeline;
-            let found = if file.extension().is_some_and(|e| e == "toml") {
+            let found = if is_pipeline(file) {
                 let pipeline = load(&args.common, None)?;
                 block_on(None, |stop| {
                     let (models, gold) = (models.clone(), args.gold.clone());
@@ -179,6 +181,27 @@ fn dispatch(args: Args) -> Result<(), Failure> {
                 async { pipeline::view(&pipeline, ViewOptions { models, gold, document, limit: args.common.limit, stop }).await }
             })?;
             print::documents(&found)
+        }
+        Command::Mechanism(args) => {
+            let mut common = args.common;
+            let mut pipeline = if is_pipeline(&common.pipeline) {
+                load(&common, None)?
+            } else {
+                common.input.insert(0, common.pipeline.display().to_string());
+                let mut pipeline = Pipeline::with_settings(&common.overlay, &common.set)?;
+                pipeline.input.paths = common.input;
+                pipeline
+            };
+            pipeline.model.threads = common.threads.or(pipeline.model.threads);
+            let found = block_on(None, |stop| {
+                // A separator is typed with \\n for a line feed.
+                let prefixes = args.prefixes.iter().map(|p| p.replace("\\n", "\n")).collect();
+                let (source, models) = (args.source.clone(), models.clone());
+                let (passages, tokens, resamples, seed) = (args.passages, args.tokens, args.resamples, args.seed);
+                let options = MechanismOptions { models, source, passages, tokens, prefixes, resamples, seed, stop };
+                async { pipeline::mechanism(&pipeline, options).await }
+            })?;
+            if args.json { print::json(&found) } else { print::mechanism(&found, args.markdown) }
         }
         Command::Streams { command: StreamsCommand::Build(args) } => {
             let built = block_on(None, |stop| pipeline::build_streams(stream_options(args, models.clone(), stop)))?;
@@ -286,6 +309,11 @@ fn judging(args: &args::Judging, models: &Path, stop: watch::Receiver<Option<Sto
         seed: args.seed,
         stop,
     }
+}
+
+/// Whether a path is that of a pipeline rather than of data.
+fn is_pipeline(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e == "toml")
 }
 
 /// The share of the work that is asked for.

@@ -8,7 +8,7 @@ use arrow::util::display::array_value_to_string;
 use right_reset::eval::{Interval, Measure};
 use right_reset::io::{SourceReader, Standing, TextCell, discover, write_whole};
 use right_reset::model::{BUILT_IN, EncoderIdentity, Identity, ModelPath, Origin};
-use right_reset::pipeline::{Built, Calibrated, Evaluated, Evaluation, Plan, Status, Summary, Sweep};
+use right_reset::pipeline::{Built, Calibrated, Evaluated, Evaluation, Margin, Mechanism, Plan, Status, Summary, Sweep, WindowCell};
 use right_reset::report::{self, Report};
 use tracing_subscriber::EnvFilter;
 
@@ -366,6 +366,45 @@ pub(super) fn documents(found: &Report) -> Result<(), Failure> {
     for page in &found.documents {
         out(&report::terminal(found, page, if width < 20 { 88 } else { width }, colour))?;
     }
+    Ok(())
+}
+
+pub(super) fn mechanism(m: &Mechanism, markdown: bool) -> Result<(), Failure> {
+    let interval = |i: &Interval| format!("{:.3} [{:.3}, {:.3}]", i.value, i.low, i.high);
+    let margins = |rows: &[Margin]| -> Vec<Vec<String>> {
+        let row = |r: &Margin| vec![r.name.clone(), interval(&r.margin), r.rr_less_this.as_ref().map_or("-".into(), interval)];
+        rows.iter().map(row).collect()
+    };
+    let mut text = table(&["method", "M_KL (nats)", "rr less this"], &margins(&m.methods), markdown) + "\n";
+    text += &(table(&["rr at layer", "M_KL (nats)", "rr less this"], &margins(&m.layers), markdown) + "\n");
+    for readout in ["rr", "lr"] {
+        let cells: Vec<&WindowCell> = m.windows.iter().filter(|c| c.readout == readout).collect();
+        let mut judged: Vec<u32> = cells.iter().map(|c| c.judged).filter(|j| *j > 0).collect();
+        judged.dedup();
+        judged.truncate(judged.iter().collect::<std::collections::BTreeSet<_>>().len());
+        let heads: Vec<String> = judged.iter().map(|j| format!("KL over {j}")).collect();
+        let head: Vec<&str> = std::iter::once(readout).chain(heads.iter().map(String::as_str)).collect();
+        let of = |scored: u32, judged: u32| {
+            cells.iter().find(|c| c.scored == scored && c.judged == judged).map_or("-".into(), |c| interval(&c.margin))
+        };
+        let rows: Vec<Vec<String>> = judged
+            .iter()
+            .map(|&scored| std::iter::once(format!("over {scored}")).chain(judged.iter().map(|&j| of(scored, j))).collect())
+            .collect();
+        text += &(table(&head, &rows, markdown) + "\n");
+        if let Some(cell) = cells.iter().find(|c| c.judged == 0) {
+            text +=
+                &format!("{readout} over {} tokens, judged by KL over tokens 25 to 96 alone: {}\n\n", cell.scored, interval(&cell.margin));
+        }
+    }
+    let rows: Vec<Vec<String>> =
+        m.prefixes.iter().map(|p| vec![format!("{:?}", p.prefix), interval(&p.matched), interval(&p.crossed)]).collect();
+    text += &table(&["reset prefix", "M_KL with it", "M_KL without a prefix"], &rows, markdown);
+    out(&text)?;
+    eprintln!(
+        "{}: {} passages of {} sources, {} edges, {} cuts by each method; 95 % intervals by drawing sources again {} times",
+        m.model, m.passages, m.sources, m.edges, m.cuts, m.resamples
+    );
     Ok(())
 }
 

@@ -66,6 +66,16 @@ impl Strata {
         }
         Self(strata.into_values().collect())
     }
+
+    /// One stratum, whose clusters are the items that share a name.
+    #[must_use]
+    pub fn clusters<'a>(names: impl IntoIterator<Item = &'a str>) -> Self {
+        let mut clusters = std::collections::BTreeMap::<&str, Vec<usize>>::new();
+        for (i, name) in names.into_iter().enumerate() {
+            clusters.entry(name).or_default().push(i);
+        }
+        Self(vec![clusters.into_values().collect()])
+    }
 }
 
 /// Draws as many clusters as there are in each stratum, with replacement, `times` times, and gives what `statistic` makes of the items drawn.
@@ -100,6 +110,12 @@ mod tests {
         let strata = Strata::by_name(["a", "b", "a", "b", "b"]);
         let count = |drawn: &[usize]| (drawn.iter().filter(|i| [0, 2].contains(*i)).count(), drawn.len());
         assert!(resample(&strata, 100, 1, count).iter().all(|c| *c == (2, 5)));
+        let clusters = Strata::clusters(["x", "y", "x"]);
+        assert!(
+            resample(&clusters, 50, 1, <[usize]>::to_vec)
+                .iter()
+                .all(|d| d.iter().filter(|i| **i == 0).count() == d.iter().filter(|i| **i == 2).count())
+        );
         let draws = |seed| resample(&strata, 5, seed, <[usize]>::to_vec);
         assert_eq!(draws(3), draws(3));
         assert_ne!(draws(3), draws(4));

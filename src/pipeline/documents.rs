@@ -350,6 +350,11 @@ impl Scorer {
         blocking(move || Ok::<_, RunError>(Passive::new(model::load_trunk(&path, load)?, spec)?)).await?
     }
 
+    /// What the engine is asked for.
+    pub(super) async fn spec(&self) -> Result<ScoreSpec, RunError> {
+        self.score_spec(&*self.tokenizer().await?)
+    }
+
     pub(super) fn threads(&self) -> usize {
         self.options.threads
     }

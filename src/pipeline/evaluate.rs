@@ -248,6 +248,11 @@ fn best(own: &Pipeline, sample: &Sample, judged: Judged, variants: &[Method], fu
     }
 }
 
+/// The candidates of a document.
+pub(super) fn candidates(document: &Scored) -> impl Iterator<Item = &Edge> {
+    document.edges.iter().filter(|edge| edge.is_candidate())
+}
+
 fn sum(counts: &[Counts]) -> Counts {
     let mut total = Counts::default();
     counts.iter().for_each(|c| total += c);
@@ -257,7 +262,7 @@ fn sum(counts: &[Counts]) -> Counts {
 /// For each penalty the counts of every document.
 fn cut(sample: &Sample, judged: &Judged, penalties: &[f64]) -> Vec<Vec<Counts>> {
     let of_document = |(document, gold): (&Scored, &Gold)| -> Vec<Counts> {
-        let candidates: Vec<u32> = document.edges.iter().filter(|e| e.is_candidate()).map(|e| e.token.0).collect();
+        let candidates: Vec<u32> = candidates(document).map(|e| e.token.0).collect();
         let cut = Prepared::new(document, &judged.judge).sweep(&judged.limits, penalties);
         let counts = |(lengths, _): (Vec<u32>, bool)| {
             let mut cuts: Vec<u32> = lengths.iter().scan(0, |end, length| Some(std::mem::replace(end, *end + length) + length)).collect();

@@ -99,7 +99,7 @@ fn cutting(lengths: &Pipeline, objective: &Segment) -> Segment {
 }
 
 /// A pipeline with a preset's way to score and cut; its input, model, cache and lengths stay.
-fn with_preset(own: &Pipeline, preset: Preset) -> Pipeline {
+pub(super) fn with_preset(own: &Pipeline, preset: Preset) -> Pipeline {
     let of = preset.pipeline();
     let mut found = own.clone();
     found.edges = of.edges;

@@ -637,8 +637,20 @@ impl Pipeline {
     /// # Errors
     /// [`SpecError`] that names the key or file, and the nearest known key for an unknown one.
     pub fn load(sources: &SpecSources) -> Result<Self, SpecError> {
+        Self::layered(std::iter::once(&sources.file).chain(&sources.overlays), &sources.settings)
+    }
+
+    /// A pipeline without a file: overlays < settings.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn with_settings(overlays: &[PathBuf], settings: &[String]) -> Result<Self, SpecError> {
+        Self::layered(overlays, settings)
+    }
+
+    fn layered<'a>(files: impl IntoIterator<Item = &'a PathBuf>, settings: &[String]) -> Result<Self, SpecError> {
         let mut table = toml::Table::new();
-        for file in std::iter::once(&sources.file).chain(&sources.overlays) {
+        for file in files {
             let text = std::fs::read_to_string(file).map_err(|source| SpecError::Io { path: file.clone(), source })?;
             let mut layer: toml::Table = text
                 .parse()
@@ -646,7 +658,7 @@ impl Pipeline {
             rebase(&mut layer, file.parent().unwrap_or(Path::new("")));
             merge(&mut table, layer);
         }
-        for setting in &sources.settings {
+        for setting in settings {
             let (key, value) = setting.split_once('=').ok_or_else(|| SpecError::Syntax {
                 origin: format!("--set {setting}"),
                 reason: "expected KEY=VALUE, such as --set segment.penalty=0.9".into(),

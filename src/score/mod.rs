@@ -6,12 +6,14 @@
 mod boundary;
 mod curve;
 mod engine;
+mod layers;
 mod passive;
 mod stages;
 
 pub use boundary::{EMBED_TOKENS, EmbeddingBoundary, sides};
 pub use curve::{Curve, Curves, Damage, Knots, kept_positions, score_at};
 pub use engine::{Document, EdgeCurves, Engine, EngineOptions, EngineStats};
+pub use layers::rr_by_layer;
 pub use passive::{Comparator, Passive, PassiveScratch, surface};
 pub use stages::{Stage, reach};
 

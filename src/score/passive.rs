@@ -115,6 +115,12 @@ impl Passive {
         Ok(Self { trunk, spec, layer, attention: Tap::Attention { block, keys } })
     }
 
+    /// The model.
+    #[must_use]
+    pub fn trunk(&self) -> &dyn Trunk {
+        self.trunk.as_ref()
+    }
+
     /// The scores of edges of a document by each comparator, in their order; NaN where an edge has too little on a side.
     ///
     /// # Errors

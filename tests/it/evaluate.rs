@@ -175,3 +175,46 @@ fn streams_are_built_of_records_and_read_back_from_pictures() {
         assert!(starts.windows(2).all(|p| p[0] < p[1]) && starts.len() == stream["record_ids"].as_array().unwrap().len());
     }
 }
+
+#[test]
+fn the_mechanism_study_runs_on_a_corpus_or_a_pipeline() {
+    let place = Place::new();
+    let lines: Vec<String> =
+        prose(3, 900).iter().enumerate().map(|(i, text)| json!({ "book": format!("b{i}"), "text": text }).to_string()).collect();
+    place.write("in/books.jsonl", lines.join("\n").as_bytes());
+    let model = format!("model.name={:?}", crate::tool::root().join("tests/tiny"));
+    let limits = ["--set", "segment.target=40", "--set", "segment.min=12", "--set", "segment.max=90"];
+    let fixed = [
+        "--passages",
+        "2",
+        "--tokens",
+        "250",
+        "--resamples",
+        "100",
+        "--source",
+        "book",
+        "--prefixes",
+        "bos|separator:. |local:8",
+        "--json",
+    ];
+    let found = place.tool(&[&["mechanism", "p.toml"], &fixed[..]].concat()).ok();
+    let study: Value = serde_json::from_slice(&found.stdout).unwrap();
+    let corpus = [&["mechanism", "in/books.jsonl", "--set", &model, "--set", "cache.mode=off"], &limits[..], &fixed].concat();
+    let again: Value = serde_json::from_slice(&place.tool(&corpus).ok().stdout).unwrap();
+    assert_eq!(study, again, "a pipeline or a file, from the cache or not");
+    assert_eq!((study["sources"].as_u64(), study["passages"].as_u64()), (Some(3), Some(6)));
+    let rows = |of: &str| study[of].as_array().unwrap().clone();
+    let value = |row: &Value, key: &str| row[key]["value"].as_f64().unwrap();
+    let (methods, layers) = (rows("methods"), rows("layers"));
+    assert_eq!((methods.len(), rows("windows").len(), rows("prefixes").len()), (14, 2 * 37, 4));
+    // Cuts chosen by the divergence itself have the largest margin that these limits allow, up to the length term; RR at its own layer is RR.
+    let best = value(methods.iter().find(|m| m["name"] == "kl").unwrap(), "margin");
+    assert!(methods.iter().all(|m| value(m, "margin") <= best + 0.05), "{methods:?}");
+    let rr = value(&methods[0], "margin");
+    assert!(layers.iter().any(|l| (value(l, "margin") - rr).abs() < 1e-9), "{layers:?}");
+    let none = &rows("prefixes")[0];
+    assert_eq!((value(none, "matched"), value(none, "crossed")), (rr, rr));
+    let cell = rows("windows").into_iter().find(|c| c["readout"] == "rr" && c["scored"] == 24 && c["judged"] == 24).unwrap();
+    assert_eq!(value(&cell, "margin"), rr);
+    place.tool(&["mechanism", "p.toml", "--tokens", "100000"]).fails(1, "no row has 2 passages of 100000 tokens");
+}

@@ -54,6 +54,7 @@ fn help_is_the_checked_in_one() {
         &["sweep"],
         &["view"],
         &["show"],
+        &["mechanism"],
         &["streams", "build"],
         &["calibrate"],
         &["eval"],
