@@ -360,6 +360,11 @@ pub(super) struct StreamsArgs {
     pub(super) force: bool,
 }
 
+fn named_file(text: &str) -> Result<(String, PathBuf), String> {
+    let parts = text.split_once('=').filter(|(name, file)| !name.is_empty() && !file.is_empty());
+    parts.map(|(name, file)| (name.to_owned(), file.into())).ok_or_else(|| "write NAME=FILE, such as mine=chunks.parquet".to_owned())
+}
+
 fn share_of_one(text: &str) -> Result<f64, String> {
     text.parse().ok().filter(|v| (0.0..=1.0).contains(v)).ok_or_else(|| "a share lies between 0 and 1".to_owned())
 }
@@ -402,6 +407,9 @@ pub(super) struct CalibrateArgs {
 pub(super) struct EvalArgs {
     #[command(flatten)]
     pub(super) judging: Judging,
+    /// Chunks made elsewhere, to be compared too: a file with doc_id and byte_start, and what to call them
+    #[arg(long, value_name = "NAME=FILE", value_parser = named_file)]
+    pub(super) chunks: Vec<(String, PathBuf)>,
     /// Method that differences are taken from [default: embed, else the first]
     #[arg(long, value_name = "METHOD")]
     pub(super) baseline: Option<String>,

@@ -222,8 +222,14 @@ fn dispatch(args: Args) -> Result<(), Failure> {
         Command::Eval(args) => {
             let pipeline = load(&args.judging.common, None)?;
             let baseline = args.baseline.as_deref();
-            let found =
-                block_on(None, |stop| pipeline::evaluate(&pipeline, judging(&args.judging, &models, stop), baseline, args.resamples))?;
+            let found = block_on(None, |stop| {
+                pipeline::evaluate(
+                    &pipeline,
+                    EvalOptions { chunks: args.chunks.clone(), ..judging(&args.judging, &models, stop) },
+                    baseline,
+                    args.resamples,
+                )
+            })?;
             match (args.judging.json, args.markdown) {
                 (true, _) => print::json(&found),
                 (_, markdown) => print::evaluation(&found, markdown),
@@ -304,6 +310,7 @@ fn judging(args: &args::Judging, models: &Path, stop: watch::Receiver<Option<Sto
         models: models.to_owned(),
         gold: args.gold.clone(),
         domain: args.domain.clone(),
+        chunks: Vec::new(),
         methods: if args.methods.is_empty() { Method::usual() } else { args.methods.clone() },
         limit: args.common.limit,
         seed: args.seed,

@@ -303,7 +303,8 @@ pub(super) fn evaluation(e: &Evaluation, markdown: bool) -> Result<(), Failure> 
     let recovery = Measure::CleanUnitRecovery;
     let row = |m: &Evaluated| {
         let of = |measure: Measure| m.measures.get(&measure);
-        let mut cells = vec![m.method.clone(), format!("{}{}", m.penalty, if m.calibrated { "" } else { "*" })];
+        let penalty = m.penalty.map_or("-".into(), |penalty| format!("{penalty}{}", if m.calibrated { "" } else { "*" }));
+        let mut cells = vec![m.method.clone(), penalty];
         cells.extend([recovery, Measure::PartitionF1].map(|measure| interval(of(measure))));
         cells.push(interval(m.difference.as_ref().and_then(|d| d.get(&recovery))));
         cells.extend(
@@ -354,7 +355,7 @@ pub(super) fn evaluation(e: &Evaluation, markdown: bool) -> Result<(), Failure> 
         e.tokens,
         e.units,
         e.resamples,
-        if e.methods.iter().any(|m| !m.calibrated) { "; * a default penalty, not calibrated" } else { "" }
+        if e.methods.iter().any(|m| m.penalty.is_some() && !m.calibrated) { "; * a default penalty, not calibrated" } else { "" }
     );
     Ok(())
 }

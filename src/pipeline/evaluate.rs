@@ -47,6 +47,8 @@ pub struct EvalOptions {
     pub domain: Option<String>,
     /// The methods.
     pub methods: Vec<Method>,
+    /// Chunks made elsewhere, by the name to give them: files with `doc_id` and `byte_start`.
+    pub chunks: Vec<(String, PathBuf)>,
     /// Rows to read at most.
     pub limit: Option<u64>,
     /// Seed of the random method and of what is drawn.
@@ -77,8 +79,8 @@ pub struct Calibrated {
 pub struct Evaluated {
     /// The method.
     pub method: String,
-    /// Its penalty.
-    pub penalty: f64,
+    /// Its penalty; none of chunks made elsewhere.
+    pub penalty: Option<f64>,
     /// Whether the penalty was calibrated, rather than the default.
     pub calibrated: bool,
     /// Of a sum, the weight of each readout.
@@ -118,6 +120,7 @@ pub struct Evaluation {
 
 /// A document of the sample.
 struct Gold {
+    id: String,
     domain: String,
     tokens: Tokens,
     /// First token of every unit but the first.
@@ -253,26 +256,26 @@ pub(super) fn candidates(document: &Scored) -> impl Iterator<Item = &Edge> {
     document.edges.iter().filter(|edge| edge.is_candidate())
 }
 
-fn sum(counts: &[Counts]) -> Counts {
+fn sum(counts: &[(Counts, Vec<u32>)]) -> Counts {
     let mut total = Counts::default();
-    counts.iter().for_each(|c| total += c);
+    counts.iter().for_each(|(c, _)| total += c);
     total
 }
 
-/// For each penalty the counts of every document.
-fn cut(sample: &Sample, judged: &Judged, penalties: &[f64]) -> Vec<Vec<Counts>> {
-    let of_document = |(document, gold): (&Scored, &Gold)| -> Vec<Counts> {
+/// For each penalty the counts of every document, and the tokens of its chunks.
+fn cut(sample: &Sample, judged: &Judged, penalties: &[f64]) -> Vec<Vec<(Counts, Vec<u32>)>> {
+    let of_document = |(document, gold): (&Scored, &Gold)| -> Vec<(Counts, Vec<u32>)> {
         let candidates: Vec<u32> = candidates(document).map(|e| e.token.0).collect();
         let cut = Prepared::new(document, &judged.judge).sweep(&judged.limits, penalties);
         let counts = |(lengths, _): (Vec<u32>, bool)| {
             let mut cuts: Vec<u32> = lengths.iter().scan(0, |end, length| Some(std::mem::replace(end, *end + length) + length)).collect();
             cuts.pop();
-            compare(document.tokens, &gold.boundaries, &cuts, &candidates)
+            (compare(document.tokens, &gold.boundaries, &cuts, &candidates), lengths)
         };
         cut.into_iter().map(counts).collect()
     };
-    let by_document: Vec<Vec<Counts>> = judged.documents.par_iter().zip(&sample.documents).map(of_document).collect();
-    (0..penalties.len()).map(|p| by_document.iter().map(|counts| counts[p]).collect()).collect()
+    let by_document: Vec<Vec<_>> = judged.documents.par_iter().zip(&sample.documents).map(of_document).collect();
+    (0..penalties.len()).map(|p| by_document.iter().map(|cut| cut[p].clone()).collect()).collect()
 }
 
 /// Compares methods, each at the penalty that `pipeline.eval` has for it, else at its default. Differences are taken from the method named `baseline`.
@@ -280,7 +283,7 @@ fn cut(sample: &Sample, judged: &Judged, penalties: &[f64]) -> Vec<Vec<Counts>> 
 /// # Errors
 /// [`RunError`], also for true units that do not fit their document and for a baseline that is not among the methods.
 pub async fn evaluate(pipeline: &Pipeline, options: EvalOptions, baseline: Option<&str>, resamples: usize) -> Result<Evaluation, RunError> {
-    let names: Vec<String> = options.methods.iter().map(Method::name).collect();
+    let names: Vec<String> = options.methods.iter().map(Method::name).chain(options.chunks.iter().map(|c| c.0.clone())).collect();
     let usual = names.iter().position(|n| n == "embed").unwrap_or(0);
     let base = match baseline {
         None => usual,
@@ -292,47 +295,54 @@ pub async fn evaluate(pipeline: &Pipeline, options: EvalOptions, baseline: Optio
     let stop = stopped(options.stop.clone());
     let work = async {
         let mut bench = Bench::new(pipeline, &options).await?;
-        let (mut rows, mut all) = (Vec::new(), Vec::new());
+        let (mut rows, mut all): (_, Vec<(Vec<Counts>, Vec<Vec<u32>>)>) = (Vec::new(), Vec::new());
         for (method, name) in options.methods.iter().zip(&names) {
             let settings = pipeline.eval.methods.get(name);
             let method = method.with(settings);
             let judged = bench.judge(&method).await?;
             let penalty = settings.map_or_else(|| method.pipeline(pipeline).segment.penalty(), |s| s.penalty);
             let sample = Arc::clone(&bench.sample);
-            let (counts, lengths, judged) = blocking(move || {
-                let counts = cut(&sample, &judged, &[penalty]).remove(0);
-                let mut lengths = Lengths::default();
-                for document in &judged.documents {
-                    let cut = Prepared::new(document, &judged.judge).sweep(&judged.limits, &[penalty]);
-                    cut.iter().flat_map(|(lengths, _)| lengths).for_each(|tokens| lengths.add(*tokens));
-                }
-                (counts, lengths, judged)
-            })
-            .await?;
-            let mut domains = BTreeMap::<String, Counts>::new();
-            for (gold, counts) in bench.sample.documents.iter().zip(&counts) {
-                *domains.entry(gold.domain.clone()).or_default() += counts;
-            }
-            let of = |counts: &Counts| Measure::ALL.into_iter().map(|m| (m, m.of(counts))).filter(|(_, v)| !v.is_nan()).collect();
+            let (counts, judged) = blocking(move || (cut(&sample, &judged, &[penalty]).remove(0), judged)).await?;
             rows.push(Evaluated {
                 method: name.clone(),
-                penalty,
+                penalty: Some(penalty),
                 calibrated: settings.is_some(),
                 utility: if let Method::Readouts(terms) = &method { Some(weights(terms)).filter(|w| w.len() > 1) } else { None },
                 measures: BTreeMap::new(),
                 difference: None,
-                domains: domains.iter().map(|(name, counts)| (name.clone(), of(counts))).collect(),
-                chunks: lengths.counts(),
+                domains: BTreeMap::new(),
+                chunks: ChunkCounts::default(),
                 forward_tokens: judged.forward_tokens,
                 seconds: judged.seconds,
                 from_cache: judged.from_cache,
             });
-            all.push(counts);
+            all.push(counts.into_iter().unzip());
+        }
+        for (name, path) in &options.chunks {
+            let counts = elsewhere(&bench.sample, path).await?;
+            rows.push(Evaluated {
+                method: name.clone(),
+                penalty: None,
+                calibrated: false,
+                utility: None,
+                measures: BTreeMap::new(),
+                difference: None,
+                domains: BTreeMap::new(),
+                chunks: ChunkCounts::default(),
+                forward_tokens: 0,
+                seconds: 0.0,
+                from_cache: 0,
+            });
+            all.push(counts.into_iter().unzip());
         }
         let sample = Arc::clone(&bench.sample);
         let seed = options.seed;
         let rows = blocking(move || {
-            intervals(&sample, &mut rows, &all, base, resamples, seed);
+            for (row, (counts, lengths)) in rows.iter_mut().zip(&all) {
+                row.describe(&sample, counts, lengths);
+            }
+            let counts: Vec<Vec<Counts>> = all.into_iter().map(|(counts, _)| counts).collect();
+            intervals(&sample, &mut rows, &counts, base, resamples, seed);
             rows
         })
         .await?;
@@ -347,6 +357,71 @@ pub async fn evaluate(pipeline: &Pipeline, options: EvalOptions, baseline: Optio
         })
     };
     tokio::select! { biased; reason = stop => Err(RunError::Stopped(reason)), found = work => found }
+}
+
+impl Evaluated {
+    /// Fills in what needs no baseline, from the counts of each document and the tokens of its chunks.
+    fn describe(&mut self, sample: &Sample, counts: &[Counts], lengths: &[Vec<u32>]) {
+        let mut domains = BTreeMap::<&str, Counts>::new();
+        for (gold, counts) in sample.documents.iter().zip(counts) {
+            *domains.entry(&gold.domain).or_default() += counts;
+        }
+        let of = |counts: &Counts| Measure::ALL.into_iter().map(|m| (m, m.of(counts))).filter(|(_, v)| !v.is_nan()).collect();
+        self.domains = domains.iter().map(|(name, counts)| ((*name).to_owned(), of(counts))).collect();
+        let mut all = Lengths::default();
+        lengths.iter().flatten().for_each(|tokens| all.add(*tokens));
+        self.chunks = all.counts();
+    }
+}
+
+/// Counts of every document, and the tokens of its chunks, for chunks made elsewhere.
+async fn elsewhere(sample: &Sample, path: &Path) -> Result<Vec<(Counts, Vec<u32>)>, RunError> {
+    let mut pipeline = Pipeline::default();
+    pipeline.input.paths = vec![path.to_string_lossy().into_owned()];
+    pipeline.input.text_column = "doc_id".into();
+    pipeline.input.pass_through = PassThrough::Columns(vec!["byte_start".into()]);
+    pipeline.input.columns = [("byte_start".to_owned(), "int64".to_owned())].into();
+    let files = discover(&pipeline.input.paths, None, None)?;
+    let first = open_first(&pipeline, &files)?;
+    let plan = Arc::clone(first.plan());
+    let feed = FeedOptions { files, plan, kept: Default::default(), rank: None, limit: None, checksum: false, hash: false };
+    let mut events = event_stream(spawn_feed(&pipeline, feed, Some(first), &Arc::new(AtomicU64::new(0))));
+    let mut starts = BTreeMap::<String, Vec<u64>>::new();
+    while let Some(event) = events.next().await {
+        match event {
+            Event::Rows(_, batch) => {
+                let column = cast(batch.columns.column(0), &DataType::Int64)?;
+                let column = column.as_primitive::<Int64Type>();
+                for (place, id) in batch.texts().enumerate() {
+                    let TextCell::Text(id) = id else { continue };
+                    let start = if column.is_null(place) { None } else { u64::try_from(column.value(place)).ok() };
+                    let bad = || IoError::Input(format!("{}, row {}: byte_start is no byte", path.display(), batch.rows[place]));
+                    starts.entry(id.to_owned()).or_default().push(start.ok_or_else(bad)?);
+                }
+            }
+            Event::Failed(error) => return Err(error),
+            _ => {}
+        }
+    }
+    let of = |(gold, text): (&Gold, &str)| {
+        let none = || {
+            IoError::Input(format!(
+                "{} has no chunk of document {:?}; its doc_id must be that of the input's id column",
+                path.display(),
+                gold.id
+            ))
+        };
+        let mut starts = starts.get(&gold.id).ok_or_else(none)?.clone();
+        starts.sort_unstable();
+        let (places, tokens) = (places(text, &gold.tokens), gold.tokens.ids.len() as u32);
+        let mut cuts: Vec<u32> =
+            starts.iter().map(|start| places.partition_point(|p| p < start) as u32).filter(|t| (1..tokens).contains(t)).collect();
+        cuts.dedup();
+        let ends = cuts.iter().copied().chain([tokens]);
+        let lengths = ends.scan(0, |start, end| Some(end - std::mem::replace(start, end))).collect();
+        Ok((compare(tokens, &gold.boundaries, &cuts, &cuts), lengths))
+    };
+    sample.documents.iter().zip(sample.texts()).map(of).collect()
 }
 
 /// Fills in the measures of all methods, and their differences, from the counts of each document.
@@ -525,7 +600,11 @@ async fn gather(pipeline: &Pipeline, options: &EvalOptions, tokenizer: &Tokenize
                             serde_json::from_str(&value).unwrap_or(value)
                         }
                     };
-                    sample.documents.push(Gold { domain, tokens, boundaries });
+                    let id = match plan.id {
+                        Some(_) => array_value_to_string(batch.columns.column(0), place)?,
+                        None => format!("{}#{}", names[file], batch.rows[place]),
+                    };
+                    sample.documents.push(Gold { id, domain, tokens, boundaries });
                     places.push(place);
                 }
                 sample.batches.push((Arc::new(batch), places));
@@ -561,21 +640,22 @@ pub(super) fn starts(column: &ArrayRef, row: usize) -> Result<Vec<u64>, String> 
     }
 }
 
-/// The first token of every unit but the first. A token belongs to the unit that holds its first character that is no white space, one of white space alone to
-/// that of the token before it (design section 2).
-pub(super) fn boundaries(text: &str, tokens: &Tokens, starts: &[u64]) -> Result<Vec<u32>, String> {
+/// The byte of each token's first character that is no white space; of a token of white space alone that of the token before it (design section 2).
+fn places(text: &str, tokens: &Tokens) -> Vec<u64> {
     let mut place = 0;
-    let places: Vec<u64> = tokens
-        .spans
-        .iter()
-        .map(|&(start, end)| {
-            let inside = text.get(start..end).unwrap_or_default();
-            if let Some(at) = inside.find(|c: char| !c.is_whitespace()) {
-                place = place.max((start + at) as u64);
-            }
-            place
-        })
-        .collect();
+    let place_of = |&(start, end): &(usize, usize)| {
+        let inside = text.get(start..end).unwrap_or_default();
+        if let Some(at) = inside.find(|c: char| !c.is_whitespace()) {
+            place = place.max((start + at) as u64);
+        }
+        place
+    };
+    tokens.spans.iter().map(place_of).collect()
+}
+
+/// The first token of every unit but the first: a token belongs to the unit that holds its place.
+pub(super) fn boundaries(text: &str, tokens: &Tokens, starts: &[u64]) -> Result<Vec<u32>, String> {
+    let places = places(text, tokens);
     let inner: Vec<u64> = starts.iter().copied().skip_while(|s| *s == 0).collect();
     let token = |&start: &u64| match places.partition_point(|p| *p < start) as u32 {
         token if token == 0 || token as usize >= places.len() => {

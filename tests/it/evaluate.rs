@@ -66,6 +66,29 @@ fn penalties_found_on_one_split_are_used_on_the_other_and_by_run() {
     let text = String::from_utf8(markdown.stdout).unwrap();
     assert!(text.starts_with("| method | penalty |") && text.contains("| method | recovery, a | recovery, b |"), "{text}");
 
+    // Chunks made elsewhere: what `run` makes is judged as the pipeline is.
+    place.tool(&[
+        "run",
+        "p.toml",
+        "--overlay",
+        "cal.toml",
+        "--input",
+        "dev.jsonl",
+        "--output",
+        "--set",
+        "output.format=jsonl",
+    ]);
+    let chunks = place.tool(&["run", "p.toml", "--overlay", "cal.toml", "--input", "dev.jsonl", "--output", "-"]).ok();
+    place.write("mine.jsonl", &chunks.stdout);
+    let with_chunks = json(&["--json", "--chunks", "mine=mine.jsonl"]);
+    let rows = with_chunks["methods"].as_array().unwrap();
+    let mine = rows.last().unwrap();
+    assert_eq!((&mine["method"], &mine["penalty"]), (&json!("mine"), &Value::Null));
+    for key in ["clean_unit_recovery", "partition_f1", "pk", "near_f1"] {
+        assert_eq!(mine["measures"][key], rows[0]["measures"][key], "{key}");
+    }
+    assert_eq!(mine["chunks"], rows[0]["chunks"]);
+
     // The pipeline's own figures are those of what `run` makes with the overlay.
     place.run(&["--overlay", "cal.toml", "--input", "dev.jsonl"]).ok();
     let own = found["methods"].as_array().unwrap().iter().find(|m| m["method"] == "pipeline").unwrap();
