@@ -58,6 +58,8 @@ pub(super) enum Command {
     Show(ShowArgs),
     /// Study whether cuts lie where the removed prefix matters least to the model's predictions
     Mechanism(MechanismArgs),
+    /// Compare methods on documents whose sections are known, at the ends of their sentences
+    Sections(SectionArgs),
     /// Make a benchmark of flattened records
     Streams {
         #[command(subcommand)]
@@ -280,6 +282,17 @@ pub(super) struct ShowArgs {
     pub(super) gold: Option<String>,
 }
 
+/// What commands that draw documents again share.
+#[derive(Debug, ClapArgs)]
+pub(super) struct Drawing {
+    /// Times that documents, or sources, are drawn again
+    #[arg(long, value_name = "N", default_value_t = 10_000)]
+    pub(super) resamples: usize,
+    /// Print Markdown
+    #[arg(long, conflicts_with = "json")]
+    pub(super) markdown: bool,
+}
+
 #[derive(Debug, ClapArgs)]
 pub(super) struct MechanismArgs {
     /// Pipeline file (.toml), of which input, model and cache count; or a file or folder of documents
@@ -297,18 +310,32 @@ pub(super) struct MechanismArgs {
     /// Reset prefixes to try beside none, with |, as score.reset_prefix has them
     #[arg(long, value_name = "LIST", value_delimiter = '|', default_value = "bos|document|separator:\n\n|local:8")]
     pub(super) prefixes: Vec<String>,
-    /// Times that sources are drawn again
-    #[arg(long, value_name = "N", default_value_t = 10_000)]
-    pub(super) resamples: usize,
+    #[command(flatten)]
+    pub(super) drawing: Drawing,
     /// Seed of the random method, and of what is drawn
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(super) seed: u64,
     /// Print JSON
     #[arg(long)]
     pub(super) json: bool,
-    /// Print Markdown
-    #[arg(long, conflicts_with = "json")]
-    pub(super) markdown: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(super) struct SectionArgs {
+    /// Pipeline file (.toml), or a file of documents, with the columns sentences (texts) and masses (sentences of each section)
+    #[command(flatten)]
+    pub(super) common: Common,
+    /// Documents of the same form that thresholds are chosen on
+    #[arg(long, value_name = "PATH")]
+    pub(super) calibration: String,
+    #[command(flatten)]
+    pub(super) drawing: Drawing,
+    /// Seed of what is drawn
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(super) seed: u64,
+    /// Print JSON
+    #[arg(long)]
+    pub(super) json: bool,
 }
 
 #[derive(Debug, Subcommand)]
@@ -413,12 +440,8 @@ pub(super) struct EvalArgs {
     /// Method that differences are taken from [default: embed, else the first]
     #[arg(long, value_name = "METHOD")]
     pub(super) baseline: Option<String>,
-    /// Times that documents are drawn again
-    #[arg(long, value_name = "N", default_value_t = 10_000)]
-    pub(super) resamples: usize,
-    /// Print Markdown
-    #[arg(long, conflicts_with = "json")]
-    pub(super) markdown: bool,
+    #[command(flatten)]
+    pub(super) drawing: Drawing,
 }
 
 /// What a sweep does about documents without scores.

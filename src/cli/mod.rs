@@ -14,7 +14,8 @@ use right_reset::io::IoError;
 use right_reset::model::{self, ModelError};
 use right_reset::pipeline::spec::{OnMiss, Pipeline, SpecError, SpecSources};
 use right_reset::pipeline::{
-    self, EvalOptions, MechanismOptions, Method, PlanOptions, RunError, RunOptions, Stop, StreamOptions, ViewOptions, cache_path,
+    self, EvalOptions, MechanismOptions, Method, PlanOptions, RunError, RunOptions, SectionOptions, Stop, StreamOptions, ViewOptions,
+    cache_path,
 };
 use right_reset::report;
 use right_reset::score::ScoreError;
@@ -183,25 +184,27 @@ fn dispatch(args: Args) -> Result<(), Failure> {
             print::documents(&found)
         }
         Command::Mechanism(args) => {
-            let mut common = args.common;
-            let mut pipeline = if is_pipeline(&common.pipeline) {
-                load(&common, None)?
-            } else {
-                common.input.insert(0, common.pipeline.display().to_string());
-                let mut pipeline = Pipeline::with_settings(&common.overlay, &common.set)?;
-                pipeline.input.paths = common.input;
-                pipeline
-            };
-            pipeline.model.threads = common.threads.or(pipeline.model.threads);
+            let limit = args.common.limit;
+            let pipeline = load_any(args.common)?;
             let found = block_on(None, |stop| {
                 // A separator is typed with \\n for a line feed.
                 let prefixes = args.prefixes.iter().map(|p| p.replace("\\n", "\n")).collect();
                 let (source, models) = (args.source.clone(), models.clone());
-                let (passages, tokens, resamples, seed) = (args.passages, args.tokens, args.resamples, args.seed);
-                let options = MechanismOptions { models, source, passages, tokens, prefixes, resamples, seed, stop };
+                let (passages, tokens, resamples, seed) = (args.passages, args.tokens, args.drawing.resamples, args.seed);
+                let options = MechanismOptions { models, source, passages, tokens, limit, prefixes, resamples, seed, stop };
                 async { pipeline::mechanism(&pipeline, options).await }
             })?;
-            if args.json { print::json(&found) } else { print::mechanism(&found, args.markdown) }
+            if args.json { print::json(&found) } else { print::mechanism(&found, args.drawing.markdown) }
+        }
+        Command::Sections(args) => {
+            let limit = args.common.limit;
+            let pipeline = load_any(args.common)?;
+            let (calibration, resamples, seed) = (args.calibration, args.drawing.resamples, args.seed);
+            let found = block_on(None, |stop| {
+                let options = SectionOptions { models: models.clone(), calibration, limit, resamples, seed, stop };
+                async { pipeline::sections(&pipeline, options).await }
+            })?;
+            if args.json { print::json(&found) } else { print::sections(&found, args.drawing.markdown) }
         }
         Command::Streams { command: StreamsCommand::Build(args) } => {
             let built = block_on(None, |stop| pipeline::build_streams(stream_options(args, models.clone(), stop)))?;
@@ -227,10 +230,10 @@ fn dispatch(args: Args) -> Result<(), Failure> {
                     &pipeline,
                     EvalOptions { chunks: args.chunks.clone(), ..judging(&args.judging, &models, stop) },
                     baseline,
-                    args.resamples,
+                    args.drawing.resamples,
                 )
             })?;
-            match (args.judging.json, args.markdown) {
+            match (args.judging.json, args.drawing.markdown) {
                 (true, _) => print::json(&found),
                 (_, markdown) => print::evaluation(&found, markdown),
             }
@@ -316,6 +319,19 @@ fn judging(args: &args::Judging, models: &Path, stop: watch::Receiver<Option<Sto
         seed: args.seed,
         stop,
     }
+}
+
+/// Loads a pipeline, or makes one of a file or folder of documents.
+fn load_any(mut common: Common) -> Result<Pipeline, Failure> {
+    if is_pipeline(&common.pipeline) {
+        return load(&common, None);
+    }
+    common.input.insert(0, common.pipeline.display().to_string());
+    let mut pipeline = Pipeline::with_settings(&common.overlay, &common.set)?;
+    pipeline.input.paths = common.input;
+    pipeline.model.threads = common.threads.or(pipeline.model.threads);
+    pipeline.validate()?;
+    Ok(pipeline)
 }
 
 /// Whether a path is that of a pipeline rather than of data.

@@ -8,7 +8,9 @@ use arrow::util::display::array_value_to_string;
 use right_reset::eval::{Interval, Measure};
 use right_reset::io::{SourceReader, Standing, TextCell, discover, write_whole};
 use right_reset::model::{BUILT_IN, EncoderIdentity, Identity, ModelPath, Origin};
-use right_reset::pipeline::{Built, Calibrated, Evaluated, Evaluation, Margin, Mechanism, Plan, Status, Summary, Sweep, WindowCell};
+use right_reset::pipeline::{
+    Built, Calibrated, Evaluated, Evaluation, Margin, Mechanism, Plan, SectionRow, Sections, Status, Summary, Sweep, WindowCell,
+};
 use right_reset::report::{self, Report};
 use tracing_subscriber::EnvFilter;
 
@@ -405,6 +407,27 @@ pub(super) fn mechanism(m: &Mechanism, markdown: bool) -> Result<(), Failure> {
     eprintln!(
         "{}: {} passages of {} sources, {} edges, {} cuts by each method; 95 % intervals by drawing sources again {} times",
         m.model, m.passages, m.sources, m.edges, m.cuts, m.resamples
+    );
+    Ok(())
+}
+
+pub(super) fn sections(s: &Sections, markdown: bool) -> Result<(), Failure> {
+    let interval = |i: &Interval| format!("{:.3} [{:.3}, {:.3}]", i.value, i.low, i.high);
+    let number = |v: Option<f64>| v.map_or("-".to_owned(), |v| format!("{v:.3}"));
+    let row = |r: &SectionRow| {
+        let more = [r.pk_at_true_count, r.f1_at_true_count, r.average_precision].map(number);
+        let own = [r.method.clone(), number(r.threshold), interval(&r.pk), r.pk_less_embed.as_ref().map_or("-".into(), interval)];
+        [own.to_vec(), vec![format!("{:.2}", r.sections), format!("{:.3}", r.boundary_f1)], more.to_vec()].concat()
+    };
+    let head = ["method", "threshold", "P_k", "P_k - embed", "sections", "F1", "P_k, true count", "F1, true count", "average precision"];
+    out(&table(&head, &s.methods.iter().map(row).collect::<Vec<_>>(), markdown))?;
+    eprintln!(
+        "{} documents, {} sentences, {:.2} sections each; thresholds of {} others; 95 % intervals by drawing documents again {} times",
+        s.documents,
+        s.sentences,
+        s.sections as f64 / s.documents as f64,
+        s.calibration,
+        s.resamples
     );
     Ok(())
 }

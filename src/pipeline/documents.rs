@@ -401,7 +401,7 @@ impl Scorer {
         self.tokenizer.get_or_try_init(load).await.cloned()
     }
 
-    async fn engine(&self) -> Result<Arc<Engine>, RunError> {
+    pub(super) async fn engine(&self) -> Result<Arc<Engine>, RunError> {
         let load = || async {
             let tokenizer = self.tokenizer().await?;
             let spec = self.score_spec(&tokenizer)?;
@@ -730,7 +730,7 @@ impl Scorer {
         Ok(out)
     }
 
-    async fn boundary(&self) -> Result<Arc<EmbeddingBoundary>, RunError> {
+    pub(super) async fn boundary(&self) -> Result<Arc<EmbeddingBoundary>, RunError> {
         let load = || async {
             let Some((path, _)) = self.encoder.clone() else { return Err(RunError::Bug("no encoder".into())) };
             let threads = self.options.threads;

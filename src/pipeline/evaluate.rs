@@ -5,14 +5,13 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use arrow::array::{Array, ArrayRef, AsArray};
 use arrow::compute::cast;
 use arrow::datatypes::{DataType, Int64Type};
 use arrow::util::display::array_value_to_string;
-use futures::stream::StreamExt;
 use rayon::prelude::*;
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -20,16 +19,15 @@ use tokio::sync::watch;
 
 use super::chunks::{Judge, Prepared};
 use super::documents::{DocState, Need, Scored, Scorer, blocking};
-use super::feed::{Event, FeedOptions, forced_format, open_first};
 use super::methods::{Method, weights};
 use super::operator::limits;
-use super::run::{event_stream, spawn_feed, stopped};
+use super::run::{Rows, stopped};
 use super::spec::{MethodSettings, Objective, PassThrough, Pipeline, ReadoutWord};
 use super::summary::{ChunkCounts, Lengths};
 use super::utility::Recipe;
 use super::{RunError, Stop};
 use crate::eval::{Counts, Interval, Measure, Strata, compare, resample};
-use crate::io::{IoError, SourceBatch, TextCell, discover};
+use crate::io::{IoError, SourceBatch, TextCell};
 use crate::score::{Comparator, PassiveScratch, surface};
 use crate::segment::{Limits, percentiles};
 use crate::text::{Edge, Tokenizer, Tokens, find_edges};
@@ -140,6 +138,9 @@ impl Sample {
         rows.filter_map(|(batch, place)| if let TextCell::Text(text) = batch.text(place) { Some(text) } else { None })
     }
 }
+
+/// Counts of every document, and the tokens of its chunks.
+type CutDocuments = (Vec<Counts>, Vec<Vec<u32>>);
 
 /// A method's scores of the sample, ready to be cut.
 struct Judged {
@@ -295,7 +296,7 @@ pub async fn evaluate(pipeline: &Pipeline, options: EvalOptions, baseline: Optio
     let stop = stopped(options.stop.clone());
     let work = async {
         let mut bench = Bench::new(pipeline, &options).await?;
-        let (mut rows, mut all): (_, Vec<(Vec<Counts>, Vec<Vec<u32>>)>) = (Vec::new(), Vec::new());
+        let (mut rows, mut all): (_, Vec<CutDocuments>) = (Vec::new(), Vec::new());
         for (method, name) in options.methods.iter().zip(&names) {
             let settings = pipeline.eval.methods.get(name);
             let method = method.with(settings);
@@ -381,26 +382,16 @@ async fn elsewhere(sample: &Sample, path: &Path) -> Result<Vec<(Counts, Vec<u32>
     pipeline.input.text_column = "doc_id".into();
     pipeline.input.pass_through = PassThrough::Columns(vec!["byte_start".into()]);
     pipeline.input.columns = [("byte_start".to_owned(), "int64".to_owned())].into();
-    let files = discover(&pipeline.input.paths, None, None)?;
-    let first = open_first(&pipeline, &files)?;
-    let plan = Arc::clone(first.plan());
-    let feed = FeedOptions { files, plan, kept: Default::default(), rank: None, limit: None, checksum: false, hash: false };
-    let mut events = event_stream(spawn_feed(&pipeline, feed, Some(first), &Arc::new(AtomicU64::new(0))));
+    let mut input = Rows::open(&pipeline, None)?;
     let mut starts = BTreeMap::<String, Vec<u64>>::new();
-    while let Some(event) = events.next().await {
-        match event {
-            Event::Rows(_, batch) => {
-                let column = cast(batch.columns.column(0), &DataType::Int64)?;
-                let column = column.as_primitive::<Int64Type>();
-                for (place, id) in batch.texts().enumerate() {
-                    let TextCell::Text(id) = id else { continue };
-                    let start = if column.is_null(place) { None } else { u64::try_from(column.value(place)).ok() };
-                    let bad = || IoError::Input(format!("{}, row {}: byte_start is no byte", path.display(), batch.rows[place]));
-                    starts.entry(id.to_owned()).or_default().push(start.ok_or_else(bad)?);
-                }
-            }
-            Event::Failed(error) => return Err(error),
-            _ => {}
+    while let Some((_, batch)) = input.next().await? {
+        let column = cast(batch.columns.column(0), &DataType::Int64)?;
+        let column = column.as_primitive::<Int64Type>();
+        for (place, id) in batch.texts().enumerate() {
+            let TextCell::Text(id) = id else { continue };
+            let start = if column.is_null(place) { None } else { u64::try_from(column.value(place)).ok() };
+            let bad = || IoError::Input(format!("{}, row {}: byte_start is no byte", path.display(), batch.rows[place]));
+            starts.entry(id.to_owned()).or_default().push(start.ok_or_else(bad)?);
         }
     }
     let of = |(gold, text): (&Gold, &str)| {
@@ -561,57 +552,38 @@ async fn gather(pipeline: &Pipeline, options: &EvalOptions, tokenizer: &Tokenize
     let mut pipeline = pipeline.clone();
     let columns = std::iter::once(options.gold.clone()).chain(options.domain.clone().filter(|d| *d != options.gold)).collect();
     pipeline.input.pass_through = PassThrough::Columns(columns);
-    let files = discover(&pipeline.input.paths, forced_format(&pipeline), None)?;
-    let names: Vec<String> = files.iter().map(|f| f.relative.clone()).collect();
-    let first = open_first(&pipeline, &files)?;
-    let plan = Arc::clone(first.plan());
-    let feed = FeedOptions {
-        files,
-        plan: Arc::clone(&plan),
-        kept: Default::default(),
-        rank: None,
-        limit: options.limit,
-        checksum: false,
-        hash: false,
-    };
-    let mut events = event_stream(spawn_feed(&pipeline, feed, Some(first), &Arc::new(AtomicU64::new(0))));
+    let mut input = Rows::open(&pipeline, options.limit)?;
+    let (plan, names) = (Arc::clone(&input.plan), input.names.clone());
     let mut sample = Sample { batches: Vec::new(), documents: Vec::new() };
-    while let Some(event) = events.next().await {
-        match event {
-            Event::Rows(file, batch) => {
-                let mut places = Vec::new();
-                for (place, text) in batch.texts().enumerate() {
-                    let bad = |reason: String| IoError::BadRow { file: names[file].clone(), row: batch.rows[place], reason };
-                    let text = match text {
-                        TextCell::Null | TextCell::Text("") => continue,
-                        TextCell::Bad(reason) => return Err(bad(reason.to_owned()).into()),
-                        TextCell::Text(text) => text,
-                    };
-                    let starts =
-                        starts(batch.columns.column(plan.service), place).map_err(|reason| bad(format!("{}: {reason}", options.gold)))?;
-                    let tokens = tokenizer.encode(text).map_err(|e| bad(e.to_string()))?;
-                    let boundaries = boundaries(text, &tokens, &starts).map_err(|reason| bad(format!("{}: {reason}", options.gold)))?;
-                    let domain = match &options.domain {
-                        None => String::new(),
-                        Some(_) => {
-                            let column = batch.columns.columns().last().unwrap_or(batch.columns.column(plan.service));
-                            // JSONL columns without a type hold JSON.
-                            let value = array_value_to_string(column, place)?;
-                            serde_json::from_str(&value).unwrap_or(value)
-                        }
-                    };
-                    let id = match plan.id {
-                        Some(_) => array_value_to_string(batch.columns.column(0), place)?,
-                        None => format!("{}#{}", names[file], batch.rows[place]),
-                    };
-                    sample.documents.push(Gold { id, domain, tokens, boundaries });
-                    places.push(place);
+    while let Some((file, batch)) = input.next().await? {
+        let mut places = Vec::new();
+        for (place, text) in batch.texts().enumerate() {
+            let bad = |reason: String| IoError::BadRow { file: names[file].clone(), row: batch.rows[place], reason };
+            let text = match text {
+                TextCell::Null | TextCell::Text("") => continue,
+                TextCell::Bad(reason) => return Err(bad(reason.to_owned()).into()),
+                TextCell::Text(text) => text,
+            };
+            let starts = starts(batch.columns.column(plan.service), place).map_err(|reason| bad(format!("{}: {reason}", options.gold)))?;
+            let tokens = tokenizer.encode(text).map_err(|e| bad(e.to_string()))?;
+            let boundaries = boundaries(text, &tokens, &starts).map_err(|reason| bad(format!("{}: {reason}", options.gold)))?;
+            let domain = match &options.domain {
+                None => String::new(),
+                Some(_) => {
+                    let column = batch.columns.columns().last().unwrap_or(batch.columns.column(plan.service));
+                    // JSONL columns without a type hold JSON.
+                    let value = array_value_to_string(column, place)?;
+                    serde_json::from_str(&value).unwrap_or(value)
                 }
-                sample.batches.push((Arc::new(batch), places));
-            }
-            Event::Failed(error) => return Err(error),
-            _ => {}
+            };
+            let id = match plan.id {
+                Some(_) => array_value_to_string(batch.columns.column(0), place)?,
+                None => format!("{}#{}", names[file], batch.rows[place]),
+            };
+            sample.documents.push(Gold { id, domain, tokens, boundaries });
+            places.push(place);
         }
+        sample.batches.push((Arc::new(batch), places));
     }
     if sample.documents.is_empty() {
         return Err(IoError::Input("the input holds no document to evaluate on".into()).into());
@@ -641,7 +613,7 @@ pub(super) fn starts(column: &ArrayRef, row: usize) -> Result<Vec<u64>, String> 
 }
 
 /// The byte of each token's first character that is no white space; of a token of white space alone that of the token before it (design section 2).
-fn places(text: &str, tokens: &Tokens) -> Vec<u64> {
+pub(super) fn places(text: &str, tokens: &Tokens) -> Vec<u64> {
     let mut place = 0;
     let place_of = |&(start, end): &(usize, usize)| {
         let inside = text.get(start..end).unwrap_or_default();

@@ -3,11 +3,9 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 use arrow::array::{ArrayRef, LargeStringArray, RecordBatch};
 use arrow::util::display::array_value_to_string;
-use futures::stream::StreamExt;
 use rayon::prelude::*;
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -15,12 +13,11 @@ use tokio::sync::watch;
 
 use super::documents::{DocState, Need, Scored, Scorer, blocking};
 use super::evaluate::candidates;
-use super::feed::{Event, FeedOptions, forced_format, open_first};
-use super::run::{event_stream, spawn_feed, stopped};
+use super::run::{Rows, stopped};
 use super::spec::{PassThrough, Pipeline, Preset, ReadoutWord};
 use super::{RunError, Stop};
 use crate::eval::{Interval, Strata, resample};
-use crate::io::{ColumnPlan, IoError, SourceBatch, TextCell, discover};
+use crate::io::{ColumnPlan, IoError, SourceBatch, TextCell};
 use crate::model::Scratch;
 use crate::score::{Comparator, PassiveScratch, Readout, rr_by_layer, score_at, surface};
 use crate::segment::{Cut, Limits, fixed_count, percentiles};
@@ -42,6 +39,8 @@ pub struct MechanismOptions {
     pub passages: usize,
     /// Tokens of a passage.
     pub tokens: usize,
+    /// Rows to read at most.
+    pub limit: Option<u64>,
     /// Reset prefixes beside none.
     pub prefixes: Vec<String>,
     /// Times that sources are drawn again.
@@ -343,20 +342,10 @@ fn of_texts(texts: &[String]) -> Result<SourceBatch, RunError> {
 async fn passages(pipeline: &Pipeline, options: &MechanismOptions, tokenizer: &Tokenizer) -> Result<(Vec<String>, Vec<String>), RunError> {
     let mut pipeline = pipeline.clone();
     pipeline.input.pass_through = PassThrough::Columns(options.source.iter().cloned().collect());
-    let files = discover(&pipeline.input.paths, forced_format(&pipeline), None)?;
-    let names: Vec<String> = files.iter().map(|f| f.relative.clone()).collect();
-    let first = open_first(&pipeline, &files)?;
-    let plan = Arc::clone(first.plan());
-    let feed =
-        FeedOptions { files, plan: Arc::clone(&plan), kept: Default::default(), rank: None, limit: None, checksum: false, hash: false };
-    let mut events = event_stream(spawn_feed(&pipeline, feed, Some(first), &Arc::new(AtomicU64::new(0))));
+    let mut input = Rows::open(&pipeline, options.limit)?;
+    let (plan, names) = (Arc::clone(&input.plan), input.names.clone());
     let (mut texts, mut sources, mut longest) = (Vec::new(), Vec::new(), 0);
-    while let Some(event) = events.next().await {
-        let (file, batch) = match event {
-            Event::Rows(file, batch) => (file, batch),
-            Event::Failed(error) => return Err(error),
-            _ => continue,
-        };
+    while let Some((file, batch)) = input.next().await? {
         for (place, text) in batch.texts().enumerate() {
             let row = batch.rows[place];
             let TextCell::Text(text) = text else { continue };

@@ -18,7 +18,7 @@ use super::spec::{CacheMode, OnBadRow, OnMiss, Pipeline};
 use super::summary::{Lengths, Summary, peak_memory};
 use crate::io::{
     CalibrationLine, ChunkWriter, ColumnPlan, InputFile, IoError, KeptParts, Manifest, PartLine, Rank, RowCounts, RunLine, SinkTarget,
-    SpeedLine, TextCell, Why, at, discover, write_whole,
+    SourceBatch, SpeedLine, TextCell, Why, at, discover, write_whole,
 };
 use crate::segment::calibrate;
 
@@ -279,6 +279,41 @@ pub(super) fn spawn_feed(
 /// The events of a receiver as a stream.
 pub(super) fn event_stream(receiver: mpsc::Receiver<Event>) -> impl stream::Stream<Item = Event> + Unpin {
     Box::pin(stream::unfold(receiver, |mut receiver| async move { receiver.recv().await.map(|event| (event, receiver)) }))
+}
+
+/// The rows of a pipeline's input, for commands that look at a sample.
+pub(super) struct Rows {
+    /// The columns beside the text.
+    pub(super) plan: Arc<ColumnPlan>,
+    /// Names of the files, by number.
+    pub(super) names: Vec<String>,
+    events: mpsc::Receiver<Event>,
+}
+
+impl Rows {
+    /// Reads at most `limit` rows.
+    pub(super) fn open(pipeline: &Pipeline, limit: Option<u64>) -> Result<Self, RunError> {
+        let files = discover(&pipeline.input.paths, forced_format(pipeline), None)?;
+        let names = files.iter().map(|f| f.relative.clone()).collect();
+        let first = open_first(pipeline, &files)?;
+        let plan = Arc::clone(first.plan());
+        let feed =
+            FeedOptions { files, plan: Arc::clone(&plan), kept: Default::default(), rank: None, limit, checksum: false, hash: false };
+        Ok(Self { plan, names, events: spawn_feed(pipeline, feed, Some(first), &Arc::default()) })
+    }
+
+    /// The next rows, with the number of their file; none at the end.
+    pub(super) async fn next(&mut self) -> Result<Option<(usize, SourceBatch)>, RunError> {
+        loop {
+            match self.events.recv().await {
+                Some(Event::Rows(file, batch)) => return Ok(Some((file, batch))),
+                Some(Event::Failed(error)) => return Err(error),
+                Some(Event::End) => return Ok(None),
+                Some(_) => {}
+                None => return Err(RunError::Bug("the reader ended without saying so".into())),
+            }
+        }
+    }
 }
 
 /// Waits until the run shall stop.

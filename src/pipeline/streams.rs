@@ -4,22 +4,19 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 use arrow::util::display::array_value_to_string;
-use futures::stream::StreamExt;
 use rayon::prelude::*;
 use schemars::JsonSchema;
 use serde::Serialize;
 use tokio::sync::watch;
 
 use super::documents::blocking;
-use super::feed::{Event, FeedOptions, open_first};
-use super::run::{event_stream, spawn_feed, stopped};
+use super::run::{Rows, stopped};
 use super::spec::{OnBadRow, PassThrough, Pipeline};
 use super::{RunError, Stop};
 use crate::eval::{Packing, Record, Stream, WordLikeness, flatten, pack, reread};
-use crate::io::{IoError, TextCell, discover, write_whole};
+use crate::io::{IoError, TextCell, write_whole};
 use crate::model::{self, Encoder, EncoderScratch};
 
 /// Texts that go through the encoder at once.
@@ -158,20 +155,10 @@ async fn gather(options: &StreamOptions) -> Result<(Vec<Record>, usize), RunErro
     pipeline.input.id_column.clone_from(&options.id_column);
     pipeline.input.on_bad_row = OnBadRow::Fail;
     pipeline.input.pass_through = PassThrough::Columns(options.domain.iter().cloned().collect());
-    let files = discover(&pipeline.input.paths, None, None)?;
-    let names: Vec<String> = files.iter().map(|f| f.relative.clone()).collect();
-    let first = open_first(&pipeline, &files)?;
-    let plan = Arc::clone(first.plan());
-    let feed =
-        FeedOptions { files, plan: Arc::clone(&plan), kept: Default::default(), rank: None, limit: None, checksum: false, hash: false };
-    let mut events = event_stream(spawn_feed(&pipeline, feed, Some(first), &Arc::new(AtomicU64::new(0))));
+    let mut input = Rows::open(&pipeline, None)?;
+    let (plan, names) = (Arc::clone(&input.plan), input.names.clone());
     let (mut records, mut left_out) = (Vec::new(), 0);
-    while let Some(event) = events.next().await {
-        let (file, batch) = match event {
-            Event::Rows(file, batch) => (file, batch),
-            Event::Failed(error) => return Err(error),
-            _ => continue,
-        };
+    while let Some((file, batch)) = input.next().await? {
         for (place, text) in batch.texts().enumerate() {
             let row = batch.rows[place];
             let text = match text {

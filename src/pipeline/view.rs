@@ -8,19 +8,17 @@ use arrow::array::{Array, AsArray, RecordBatch};
 use arrow::compute::cast;
 use arrow::datatypes::{DataType, Float32Type, Int32Type};
 use arrow::util::display::array_value_to_string;
-use futures::stream::StreamExt;
 use tokio::sync::watch;
 
 use super::chunks::{Chunks, Judge, Prepared};
 use super::documents::{DocState, Need, Scored, Scorer};
 use super::evaluate::{boundaries, starts};
-use super::feed::{Event, FeedOptions, forced_format, open_first};
 use super::operator::{Operator, limits};
-use super::run::{event_stream, spawn_feed, stopped};
+use super::run::{Rows, stopped};
 use super::spec::{Objective, PassThrough, PassThroughWord, Pipeline};
 use super::summary::Lengths;
 use super::{RunError, Stop};
-use crate::io::{IoError, TextCell, discover};
+use crate::io::{IoError, TextCell};
 use crate::report::{Corpus, Page, PageEdges, Program, Report};
 use crate::segment::Limits;
 
@@ -54,34 +52,17 @@ pub async fn view(pipeline: &Pipeline, options: ViewOptions) -> Result<Report, R
 async fn documents(pipeline: &Pipeline, options: &ViewOptions) -> Result<Report, RunError> {
     let mut pipeline = pipeline.clone();
     pipeline.input.pass_through = PassThrough::Columns(options.gold.iter().cloned().collect());
-    let files = discover(&pipeline.input.paths, forced_format(&pipeline), None)?;
-    let names: Vec<String> = files.iter().map(|f| f.relative.clone()).collect();
     let scorer = Arc::new(Scorer::new(&pipeline, &options.models)?);
     let tokenizer = if options.gold.is_some() { Some(scorer.tokenizer().await?) } else { None };
-    let first = open_first(&pipeline, &files)?;
-    let plan = Arc::clone(first.plan());
+    let mut input = Rows::open(&pipeline, options.limit)?;
+    let (plan, names) = (Arc::clone(&input.plan), input.names.clone());
     let operator = Operator::with_plan(&pipeline, Arc::clone(&scorer), Arc::clone(&plan), pipeline.segment.penalty())?;
     let (limits, judge) = (limits(&pipeline), Judge::new(&pipeline));
     let mut program = program(&pipeline, &judge, limits);
     let penalties: Vec<f64> = sweep_penalties(&program).collect();
     let mut sweep = vec![(0_u64, 0_u64); penalties.len()];
-    let feed = FeedOptions {
-        files,
-        plan: Arc::clone(&plan),
-        kept: Default::default(),
-        rank: None,
-        limit: options.limit,
-        checksum: false,
-        hash: false,
-    };
-    let mut events = event_stream(spawn_feed(&pipeline, feed, Some(first), &Arc::new(AtomicU64::new(0))));
     let mut pages: Vec<Page> = Vec::new();
-    while let Some(event) = events.next().await {
-        let (file, mut batch) = match event {
-            Event::Rows(file, batch) => (file, batch),
-            Event::Failed(error) => return Err(error),
-            _ => continue,
-        };
+    while let Some((file, mut batch)) = input.next().await? {
         let id = |columns: &RecordBatch, place: usize, row: u64| match plan.id {
             Some(_) => array_value_to_string(columns.column(0), place),
             None => Ok(format!("{}#{row}", names[file])),
@@ -235,19 +216,10 @@ async fn chunk_rows(path: &Path, limit: Option<u64>) -> Result<Report, RunError>
         ("cut_damage", "float32"),
     ];
     pipeline.input.columns = types.map(|(name, kind)| (name.to_owned(), kind.to_owned())).into();
-    let files = discover(&pipeline.input.paths, None, None)?;
-    let first = open_first(&pipeline, &files)?;
-    let plan = Arc::clone(first.plan());
-    let feed = FeedOptions { files, plan, kept: Default::default(), rank: None, limit: None, checksum: false, hash: false };
-    let mut events = event_stream(spawn_feed(&pipeline, feed, Some(first), &Arc::new(AtomicU64::new(0))));
+    let mut input = Rows::open(&pipeline, None)?;
     let mut pages: Vec<Page> = Vec::new();
     let most = limit.map_or(usize::MAX, |limit| limit as usize);
-    'files: while let Some(event) = events.next().await {
-        let batch = match event {
-            Event::Rows(_, batch) => batch,
-            Event::Failed(error) => return Err(error),
-            _ => continue,
-        };
+    'files: while let Some((_, batch)) = input.next().await? {
         let columns = &batch.columns;
         let column = |name: &str, kind: DataType| columns.column_by_name(name).map(|column| cast(column, &kind)).transpose();
         let missing = |what: &str| {

@@ -139,7 +139,9 @@ impl Passive {
             let mut batch = Batch::default();
             batch.push(spec.full_pass(ids, spec.segment(edges[of_segment[0]], n)));
             let taps = [Tap::Layer(0), self.layer, Tap::Final, self.attention];
-            let mut states = self.trunk.forward(&batch, &taps, &mut scratch.model)?.into_iter();
+            // Attention over a whole segment is dear: it is read only where it is asked for.
+            let taps = &taps[..if which.contains(&Comparator::AttentionIsolation) { 4 } else { 3 }];
+            let mut states = self.trunk.forward(&batch, taps, &mut scratch.model)?.into_iter();
             let mut take = || states.next().unwrap_or_default();
             let (embeddings, layer, normed, shares) = (take(), take(), take(), take());
             let head = self.trunk.head().ok_or_else(|| ScoreError::Worker("the head is gone".into()))?;

@@ -67,17 +67,7 @@ fn penalties_found_on_one_split_are_used_on_the_other_and_by_run() {
     assert!(text.starts_with("| method | penalty |") && text.contains("| method | recovery, a | recovery, b |"), "{text}");
 
     // Chunks made elsewhere: what `run` makes is judged as the pipeline is.
-    place.tool(&[
-        "run",
-        "p.toml",
-        "--overlay",
-        "cal.toml",
-        "--input",
-        "dev.jsonl",
-        "--output",
-        "--set",
-        "output.format=jsonl",
-    ]);
+    place.tool(&["run", "p.toml", "--overlay", "cal.toml", "--input", "dev.jsonl", "--output", "--set", "output.format=jsonl"]);
     let chunks = place.tool(&["run", "p.toml", "--overlay", "cal.toml", "--input", "dev.jsonl", "--output", "-"]).ok();
     place.write("mine.jsonl", &chunks.stdout);
     let with_chunks = json(&["--json", "--chunks", "mine=mine.jsonl"]);
@@ -240,4 +230,51 @@ fn the_mechanism_study_runs_on_a_corpus_or_a_pipeline() {
     let cell = rows("windows").into_iter().find(|c| c["readout"] == "rr" && c["scored"] == 24 && c["judged"] == 24).unwrap();
     assert_eq!(value(&cell, "margin"), rr);
     place.tool(&["mechanism", "p.toml", "--tokens", "100000"]).fails(1, "no row has 2 passages of 100000 tokens");
+}
+
+#[test]
+fn sections_are_compared_at_the_ends_of_given_sentences() {
+    let place = Place::new();
+    let write = |name: &str, from: usize| {
+        let sentences: Vec<String> = prose(8 + from, 40)
+            .into_iter()
+            .skip(from)
+            .flat_map(|t| t.split_inclusive(". ").map(str::to_owned).collect::<Vec<_>>())
+            .collect();
+        let lines: Vec<String> = sentences
+            .chunks_exact(12)
+            .enumerate()
+            .map(|(i, s)| json!({ "id": format!("d{i}"), "sentences": s, "masses": [5, 4, 3] }).to_string())
+            .collect();
+        place.write(name, lines.join("\n").as_bytes());
+        lines.len()
+    };
+    let (_, judged) = (write("cal.jsonl", 0), write("eval.jsonl", 20));
+    let model = format!("model.name={:?}", crate::tool::root().join("tests/tiny"));
+    let encoder = format!("score.encoder={:?}", crate::tool::root().join("tests/golden/encoder"));
+    let fixed = [
+        "eval.jsonl",
+        "--calibration",
+        "cal.jsonl",
+        "--set",
+        &model,
+        "--set",
+        &encoder,
+        "--set",
+        "cache.mode=off",
+        "--set",
+        "score.context=256",
+    ];
+    let found = place.tool(&[&["sections"], &fixed[..], &["--resamples", "50", "--json"]].concat()).ok();
+    let found: Value = serde_json::from_slice(&found.stdout).unwrap();
+    assert_eq!((found["documents"].as_u64(), found["sections"].as_u64()), (Some(judged as u64), Some(3 * judged as u64)));
+    let rows = found["methods"].as_array().unwrap();
+    let names: Vec<&str> = rows.iter().map(|r| r["method"].as_str().unwrap()).collect();
+    assert_eq!(names, ["rr", "lr", "embed", "residual_jump", "local_hidden_distance", "uniform", "no_cut"]);
+    let none = rows.last().unwrap();
+    assert_eq!((none["sections"].as_f64(), none["boundary_f1"].as_f64()), (Some(1.0), Some(0.0)));
+    // By hand: k = 2, ten windows, and each of the two boundaries is missed by the two windows that it parts.
+    assert_eq!(none["pk"]["value"].as_f64(), Some(0.4));
+    place.write("eval.jsonl", json!({ "id": "x", "sentences": ["A b.", "C d."], "masses": [3] }).to_string().as_bytes());
+    place.tool(&[&["sections"], &fixed[..]].concat()).fails(1, "row 0: its masses [3] do not add up to its 2 sentences");
 }

@@ -55,6 +55,7 @@ fn help_is_the_checked_in_one() {
         &["view"],
         &["show"],
         &["mechanism"],
+        &["sections"],
         &["streams", "build"],
         &["calibrate"],
         &["eval"],
