@@ -137,8 +137,11 @@ async fn control(pipeline: &Pipeline, options: &SectionOptions) -> Result<Sectio
     })
 }
 
+/// A method: its name, its threshold, what it gives of each document, and its scores.
+type Tried<'a> = (String, Option<f64>, Vec<Counts>, Option<&'a Scores>);
+
 fn rows(chosen_on: &[Sectioned], judged: &[Sectioned], known: &[Scores], found: &[Scores], resamples: usize, seed: u64) -> Vec<SectionRow> {
-    let mut all: Vec<(String, Option<f64>, Vec<Counts>, Option<&Scores>)> = Vec::new();
+    let mut all: Vec<Tried<'_>> = Vec::new();
     for (known, found) in known.iter().zip(found) {
         let threshold = threshold(chosen_on, known);
         let cut = |(d, scores): (&Sectioned, &Vec<f32>)| counts(d, &above(scores, threshold));
@@ -157,7 +160,7 @@ fn rows(chosen_on: &[Sectioned], judged: &[Sectioned], known: &[Scores], found: 
     let pk = |of: &[Counts], drawn: &[usize]| pooled(drawn.iter().map(|&i| of[i]));
     let whole: Vec<usize> = (0..judged.len()).collect();
     let base = all.iter().position(|(name, ..)| name == "embed");
-    let row = |(i, (name, threshold, of, scores)): (usize, &(String, Option<f64>, Vec<Counts>, Option<&Scores>))| {
+    let row = |(i, (name, threshold, of, scores)): (usize, &Tried<'_>)| {
         let mut total = Counts::default();
         of.iter().for_each(|c| total += c);
         let at_true = scores.map(|scores| {
