@@ -308,7 +308,7 @@ pub(super) struct MechanismArgs {
     #[arg(long, value_name = "N", default_value_t = 1024)]
     pub(super) tokens: usize,
     /// Reset prefixes to try beside none, with |, as score.reset_prefix has them
-    #[arg(long, value_name = "LIST", value_delimiter = '|', default_value = "bos|document|separator:\n\n|local:8")]
+    #[arg(long, value_name = "LIST", value_delimiter = '|', default_value = "bos|document|separator:\\n\\n|local:8")]
     pub(super) prefixes: Vec<String>,
     #[command(flatten)]
     pub(super) drawing: Drawing,

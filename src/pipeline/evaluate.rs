@@ -576,10 +576,7 @@ async fn gather(pipeline: &Pipeline, options: &EvalOptions, tokenizer: &Tokenize
                     serde_json::from_str(&value).unwrap_or(value)
                 }
             };
-            let id = match plan.id {
-                Some(_) => array_value_to_string(batch.columns.column(0), place)?,
-                None => format!("{}#{}", names[file], batch.rows[place]),
-            };
+            let id = input.id(file, &batch, place)?;
             sample.documents.push(Gold { id, domain, tokens, boundaries });
             places.push(place);
         }

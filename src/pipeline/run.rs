@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use arrow::util::display::array_value_to_string;
 use futures::stream::{self, StreamExt};
 use tokio::sync::{mpsc, watch};
 
@@ -300,6 +301,14 @@ impl Rows {
         let feed =
             FeedOptions { files, plan: Arc::clone(&plan), kept: Default::default(), rank: None, limit, checksum: false, hash: false };
         Ok(Self { plan, names, events: spawn_feed(pipeline, feed, Some(first), &Arc::default()) })
+    }
+
+    /// The id of a row: its id column's value, else `<path>#<row>`.
+    pub(super) fn id(&self, file: usize, batch: &SourceBatch, place: usize) -> Result<String, RunError> {
+        match self.plan.id {
+            Some(_) => Ok(array_value_to_string(batch.columns.column(0), place)?),
+            None => Ok(format!("{}#{}", self.names[file], batch.rows[place])),
+        }
     }
 
     /// The next rows, with the number of their file; none at the end.

@@ -171,7 +171,7 @@ async fn gather(options: &StreamOptions) -> Result<(Vec<Record>, usize), RunErro
                 continue;
             }
             let column = |i: usize| array_value_to_string(batch.columns.column(i), place);
-            let id = if plan.id.is_some() { column(0)? } else { format!("{}#{row}", names[file]) };
+            let id = input.id(file, &batch, place)?;
             let domain = match &options.domain {
                 None => String::new(),
                 // JSONL columns without a type hold JSON.

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use arrow::array::{Array, AsArray, RecordBatch};
+use arrow::array::{Array, AsArray};
 use arrow::compute::cast;
 use arrow::datatypes::{DataType, Float32Type, Int32Type};
 use arrow::util::display::array_value_to_string;
@@ -63,11 +63,7 @@ async fn documents(pipeline: &Pipeline, options: &ViewOptions) -> Result<Report,
     let mut sweep = vec![(0_u64, 0_u64); penalties.len()];
     let mut pages: Vec<Page> = Vec::new();
     while let Some((file, mut batch)) = input.next().await? {
-        let id = |columns: &RecordBatch, place: usize, row: u64| match plan.id {
-            Some(_) => array_value_to_string(columns.column(0), place),
-            None => Ok(format!("{}#{row}", names[file])),
-        };
-        let ids: Vec<String> = (0..batch.rows.len()).map(|i| id(&batch.columns, i, batch.rows[i])).collect::<Result<_, _>>()?;
+        let ids: Vec<String> = (0..batch.rows.len()).map(|place| input.id(file, &batch, place)).collect::<Result<_, _>>()?;
         if let Some(wanted) = &options.document {
             if !ids.contains(wanted) {
                 continue;
