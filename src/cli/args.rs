@@ -312,6 +312,9 @@ pub(super) struct MechanismArgs {
     pub(super) prefixes: Vec<String>,
     #[command(flatten)]
     pub(super) drawing: Drawing,
+    /// Instruction model of the prompted method: a GGUF file of the llama architecture [default: the pipeline's model]
+    #[arg(long, value_name = "MODEL")]
+    pub(super) prompt_model: Option<String>,
     /// Seed of the random method, and of what is drawn
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(super) seed: u64,
@@ -407,9 +410,12 @@ pub(super) struct Judging {
     /// Column that names the domain: documents are drawn again within theirs
     #[arg(long, value_name = "COLUMN")]
     pub(super) domain: Option<String>,
-    /// Methods, with commas: pipeline, standard, thorough, paper; rr, lr, kl, embed and sums such as rr+0.5embed; comparators, see docs/evidence.md [default: pipeline, rr, lr, embed, rr+lr and all comparators]
+    /// Methods, with commas: pipeline, standard, thorough, paper; rr, lr, kl, embed and sums such as rr+0.5embed; comparators, see docs/evidence.md; prompted [default: pipeline, rr, lr, embed, rr+lr and all comparators but prompted]
     #[arg(long, value_name = "LIST", value_delimiter = ',', hide_default_value = true)]
     pub(super) methods: Vec<Method>,
+    /// Instruction model of the prompted method: a GGUF file of the llama architecture [default: the pipeline's model]
+    #[arg(long, value_name = "MODEL")]
+    pub(super) prompt_model: Option<String>,
     /// Seed of the random method, and of what is drawn
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(super) seed: u64,

@@ -313,6 +313,7 @@ fn judging(args: &args::Judging, models: &Path, stop: watch::Receiver<Option<Sto
         models: models.to_owned(),
         gold: args.gold.clone(),
         domain: args.domain.clone(),
+        prompt_model: args.prompt_model.clone(),
         chunks: Vec::new(),
         methods: if args.methods.is_empty() { Method::usual() } else { args.methods.clone() },
         limit: args.common.limit,

@@ -359,6 +359,9 @@ pub(super) fn evaluation(e: &Evaluation, markdown: bool) -> Result<(), Failure> 
         e.resamples,
         if e.methods.iter().any(|m| m.penalty.is_some() && !m.calibrated) { "; * a default penalty, not calibrated" } else { "" }
     );
+    if let Some(share) = e.methods.iter().find_map(|m| m.omitted) {
+        eprintln!("prompted: the model's answers left {:.2} % of the candidates out, which count as 0", share * 100.0);
+    }
     Ok(())
 }
 

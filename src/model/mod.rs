@@ -3,6 +3,7 @@
 //! Owns checkpoints (GGUF, hub directories), their identity (hashes that a warm run needs without loading anything) and the forward
 //! pass. Promises: the bits of a sequence do not depend on what else is in the batch. Knows nothing of documents.
 
+mod chat;
 mod config;
 mod encoder;
 mod gemma4;
@@ -17,6 +18,7 @@ mod qwen3_5;
 mod registry;
 mod weights;
 
+pub use chat::Chat;
 pub use encoder::{Encoder, EncoderIdentity, EncoderScratch, encoder_identity};
 pub use hub::FetchProgress;
 pub(crate) use hub::HubName;

@@ -283,7 +283,7 @@ fn read_config(path: &Path) -> Result<(String, Config), ModelError> {
 }
 
 /// Hash of the `tokenizer.ggml.*` metadata, keys sorted, everything length-prefixed.
-fn gguf_tokenizer_hash(metadata: &std::collections::HashMap<String, Value>) -> blake3::Hash {
+pub(super) fn gguf_tokenizer_hash(metadata: &std::collections::HashMap<String, Value>) -> blake3::Hash {
     fn feed(hasher: &mut blake3::Hasher, value: &Value) {
         let mut number = |tag: u8, bytes: &[u8]| {
             hasher.update(&[tag, bytes.len() as u8]);

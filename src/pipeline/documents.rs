@@ -19,7 +19,8 @@ use crate::io::{SourceBatch, TextCell};
 use crate::model::ops::{Device, Precision};
 use crate::model::{self, Encoder, EncoderIdentity, Identity, Load, ModelError, ModelPath, Tap};
 use crate::score::{
-    Curves, Document, EMBED_TOKENS, EmbeddingBoundary, Engine, EngineOptions, EngineStats, Knots, Passive, Positions, Prefix, Readout,
+    Curves, Document, EMBED_TOKENS, EmbeddingBoundary, Engine, EngineOptions, EngineStats, Knots, PROMPT_REVISION, Passive, Positions, Prefix,
+    Readout,
     Readouts, ScoreError, ScoreSpec, Stage, kernel_revision, reach, sides,
 };
 use crate::segment::Limits;
@@ -348,6 +349,16 @@ impl Scorer {
         let (device, precision) = (self.settings.device, self.settings.precision);
         let load = Load { depth: usize::MAX, extra: 0, head: true, device, precision };
         blocking(move || Ok::<_, RunError>(Passive::new(model::load_trunk(&path, load)?, spec)?)).await?
+    }
+
+    /// Where the answers of an instruction model are kept.
+    pub(super) fn prompted_by(&self, model: &Identity) -> Namespace {
+        let asked = [
+            ("prompt_weights", model.weights_hash.clone()),
+            ("prompt_tokenizer", model.tokenizer_hash.clone()),
+            ("prompt_revision", PROMPT_REVISION.to_string()),
+        ];
+        Namespace::new("prompted", edge_fields(&self.identity, self.policy).into_iter().chain(asked))
     }
 
     /// What the engine is asked for.

@@ -28,9 +28,10 @@ use super::utility::Recipe;
 use super::{RunError, Stop};
 use crate::eval::{Counts, Interval, Measure, Strata, compare, resample};
 use crate::io::{IoError, SourceBatch, TextCell};
-use crate::score::{Comparator, PassiveScratch, surface};
+use crate::model::{self, Chat};
+use crate::score::{Comparator, OMITTED, PassiveScratch, prompted, surface};
 use crate::segment::{Limits, percentiles};
-use crate::text::{Edge, Tokenizer, Tokens, find_edges};
+use crate::text::{Edge, EdgePolicy, Tokenizer, Tokens, find_edges};
 
 /// Weights that calibration tries for every term of a sum but the first.
 const WEIGHTS: [f64; 4] = [0.25, 0.5, 1.0, 2.0];
@@ -45,6 +46,8 @@ pub struct EvalOptions {
     pub domain: Option<String>,
     /// The methods.
     pub methods: Vec<Method>,
+    /// Instruction model of the prompted segmenter; without one the pipeline's.
+    pub prompt_model: Option<String>,
     /// Chunks made elsewhere, by the name to give them: files with `doc_id` and `byte_start`.
     pub chunks: Vec<(String, PathBuf)>,
     /// Rows to read at most.
@@ -97,6 +100,8 @@ pub struct Evaluated {
     pub seconds: f64,
     /// Documents whose scores were in the cache, so that the two figures before say nothing of them.
     pub from_cache: u64,
+    /// Of the prompted segmenter, the share of candidates that the model's answers left out; they count as 0.
+    pub omitted: Option<f64>,
 }
 
 /// An evaluation.
@@ -151,6 +156,8 @@ struct Judged {
     forward_tokens: u64,
     seconds: f64,
     from_cache: u64,
+    /// Share of candidates that an instruction model said nothing of.
+    omitted: Option<f64>,
 }
 
 /// Finds for each method the penalty of best clean-unit recovery, partition F1 breaking ties, and the middle one of penalties that are equally good; with
@@ -316,6 +323,7 @@ pub async fn evaluate(pipeline: &Pipeline, options: EvalOptions, baseline: Optio
                 forward_tokens: judged.forward_tokens,
                 seconds: judged.seconds,
                 from_cache: judged.from_cache,
+                omitted: judged.omitted,
             });
             all.push(counts.into_iter().unzip());
         }
@@ -333,6 +341,7 @@ pub async fn evaluate(pipeline: &Pipeline, options: EvalOptions, baseline: Optio
                 forward_tokens: 0,
                 seconds: 0.0,
                 from_cache: 0,
+                omitted: None,
             });
             all.push(counts.into_iter().unzip());
         }
@@ -451,6 +460,7 @@ type PassiveScores = Vec<Vec<Vec<f32>>>;
 struct Bench<'a> {
     pipeline: &'a Pipeline,
     models: &'a Path,
+    prompt_model: Option<&'a str>,
     seed: u64,
     sample: Arc<Sample>,
     /// Comparators that read the model, which share a pass.
@@ -471,7 +481,8 @@ impl<'a> Bench<'a> {
         let sample = gather(pipeline, options, &tokenizer).await?;
         let passive = options.methods.iter().filter_map(|m| if let Method::Comparator(c) = m { Some(*c) } else { None });
         let passive = passive.filter(|c| c.needs_model()).collect();
-        Ok(Self { pipeline, models: &options.models, seed: options.seed, sample: Arc::new(sample), passive, scored: None })
+        let prompt_model = options.prompt_model.as_deref();
+        Ok(Self { pipeline, models: &options.models, prompt_model, seed: options.seed, sample: Arc::new(sample), passive, scored: None })
     }
 
     /// Scores the sample by a method. One scorer lives at a time: it holds the cache's lock.
@@ -480,9 +491,10 @@ impl<'a> Bench<'a> {
         tracing::info!(event = "scoring", method = method.name(), "scoring");
         let scorer = Arc::new(Scorer::new(&pipeline, self.models)?);
         let (judge, limits, objective) = (Judge::new(&pipeline), limits(&pipeline), pipeline.segment.objective);
-        let judged = Judged { documents: Vec::new(), judge, limits, objective, forward_tokens: 0, seconds: 0.0, from_cache: 0 };
+        let judged = Judged { documents: Vec::new(), judge, limits, objective, forward_tokens: 0, seconds: 0.0, from_cache: 0, omitted: None };
         match method {
             Method::Comparator(which) => self.compare(*which, &pipeline, &scorer, judged).await,
+            Method::Prompted => self.ask(&scorer, judged).await,
             _ => self.score(&scorer, judged).await,
         }
     }
@@ -529,22 +541,70 @@ impl<'a> Bench<'a> {
         let number = self.passive.iter().position(|c| *c == which).unwrap_or(0);
         let scores = shared.as_ref().map(|(scores, _)| Arc::clone(scores));
         let documents = blocking(move || {
-            let of = |(i, (text, gold)): (usize, (&str, &Gold))| {
-                let edges = find_edges(text, &gold.tokens, policy);
-                let candidates: Vec<&Edge> = edges.edges.iter().filter(|e| e.is_candidate()).collect();
-                let own = match &scores {
-                    Some(scores) => scores[i][number].clone(),
-                    None => surface(which, text, &candidates, target, seed).unwrap_or_default(),
-                };
-                Scored::of_scores(blake3::hash(text.as_bytes()), edges, &own, &percentiles(&own))
+            let own = |i: usize, text: &str, candidates: &[&Edge]| match &scores {
+                Some(scores) => scores[i][number].clone(),
+                None => surface(which, text, candidates, target, seed).unwrap_or_default(),
             };
-            sample.texts().zip(&sample.documents).enumerate().map(of).collect()
+            scored(&sample, policy, own)
         })
         .await?;
         let tokens = self.sample.documents.iter().map(|d| d.tokens.ids.len() as u64).sum();
         let (forward_tokens, seconds) = shared.map_or((0, began.elapsed().as_secs_f64()), |(_, seconds)| (tokens, seconds));
         Ok(Judged { documents, forward_tokens, seconds, ..judged })
     }
+
+    /// Scores the sample by what an instruction model says. What it said of a text before is in the cache.
+    async fn ask(&self, scorer: &Scorer, judged: Judged) -> Result<Judged, RunError> {
+        let name = self.prompt_model.unwrap_or(&self.pipeline.model.name);
+        let path = model::resolve(name, self.models)?.path;
+        let (policy, store) = (scorer.policy(), scorer.store());
+        let namespace = store.namespace(&scorer.prompted_by(&model::identity(&path, &self.models.join(".identities"))?))?;
+        store.used(namespace, name)?;
+        let began = Instant::now();
+        let (mut chat, mut told, mut forward_tokens, mut from_cache) = (None, Vec::new(), 0, 0);
+        for (i, text) in self.sample.texts().enumerate() {
+            let key = blake3::hash(text.as_bytes());
+            if let Some(scores) = store.lookup(&key, &[namespace])?.get(0) {
+                told.push(scores.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect());
+                from_cache += 1;
+                continue;
+            }
+            let path = path.clone();
+            let chat = match &chat {
+                Some(chat) => Arc::clone(chat),
+                None => Arc::clone(chat.insert(Arc::new(blocking(move || Chat::open(&path)).await??))),
+            };
+            let sample = Arc::clone(&self.sample);
+            let ask = move || {
+                let (text, tokens) = (sample.texts().nth(i).unwrap_or_default(), &sample.documents[i].tokens);
+                let edges = find_edges(text, tokens, policy);
+                prompted(&chat, text, tokens, &edges.edges.iter().filter(|e| e.is_candidate()).collect::<Vec<_>>())
+            };
+            let (said, tokens) = blocking(ask).await??;
+            forward_tokens += tokens;
+            let said: Vec<f32> = said.into_iter().map(|score| score.unwrap_or(f32::NAN)).collect();
+            store.insert(&key, &[(namespace, &said.iter().flat_map(|s| s.to_le_bytes()).collect::<Vec<u8>>())])?;
+            told.push(said);
+            tracing::info!(event = "prompted", document = i + 1, of = self.sample.documents.len(), "asked");
+        }
+        store.flush()?;
+        let said = told.iter().flatten();
+        let omitted = said.clone().filter(|s| s.is_nan()).count() as f64 / said.count().max(1) as f64;
+        let own = |i: usize, _: &str, _: &[&Edge]| told[i].iter().map(|score| if score.is_nan() { OMITTED } else { *score }).collect();
+        let documents = scored(&self.sample, policy, own);
+        let seconds = began.elapsed().as_secs_f64();
+        Ok(Judged { documents, forward_tokens, seconds, from_cache, omitted: Some(omitted), ..judged })
+    }
+}
+
+/// The documents of a sample, with what `own` gives to the candidates of each.
+fn scored(sample: &Sample, policy: EdgePolicy, own: impl Fn(usize, &str, &[&Edge]) -> Vec<f32>) -> Vec<Scored> {
+    let of = |(i, (text, gold)): (usize, (&str, &Gold))| {
+        let edges = find_edges(text, &gold.tokens, policy);
+        let own = own(i, text, &edges.edges.iter().filter(|e| e.is_candidate()).collect::<Vec<_>>());
+        Scored::of_scores(blake3::hash(text.as_bytes()), edges, &own, &percentiles(&own))
+    };
+    sample.texts().zip(&sample.documents).enumerate().map(of).collect()
 }
 
 /// Reads all documents with their true units.

@@ -17,10 +17,13 @@ pub enum Method {
     Readouts(Vec<(ReadoutWord, f64)>),
     /// A score that removes no prefix.
     Comparator(Comparator),
+    /// What an instruction model says when it is asked.
+    Prompted,
 }
 
 impl Method {
-    /// Those of `eval` and `calibrate` without a list: the pipeline's own, the readouts and the sum that the paper has, and all comparators.
+    /// Those of `eval` and `calibrate` without a list: the pipeline's own, the readouts and the sum that the paper has, and all
+    /// comparators but the prompted segmenter, which takes a hundred times as long.
     #[must_use]
     pub fn usual() -> Vec<Self> {
         let one = |word| Self::Readouts(vec![(word, 1.0)]);
@@ -39,6 +42,7 @@ impl Method {
             Self::Preset(Preset::Thorough) => "thorough".into(),
             Self::Preset(Preset::Paper) => "paper".into(),
             Self::Comparator(which) => which.as_str().into(),
+            Self::Prompted => "prompted".into(),
             Self::Readouts(terms) => {
                 let term = |(word, weight): &(ReadoutWord, f64)| {
                     let weight = if *weight == 1.0 { String::new() } else { weight.to_string() };
@@ -62,7 +66,7 @@ impl Method {
         match self {
             Self::Pipeline => own.clone(),
             Self::Preset(preset) => with_preset(own, *preset),
-            Self::Comparator(_) => {
+            Self::Comparator(_) | Self::Prompted => {
                 Pipeline { score: super::spec::Score { readouts: vec![ReadoutWord::Rr], ..percentiles().score }, ..percentiles() }
             }
             Self::Readouts(terms) => {
@@ -119,6 +123,7 @@ impl FromStr for Method {
             "standard" => return Ok(Self::Preset(Preset::Standard)),
             "thorough" => return Ok(Self::Preset(Preset::Thorough)),
             "paper" => return Ok(Self::Preset(Preset::Paper)),
+            "prompted" => return Ok(Self::Prompted),
             _ => {}
         }
         if let Some(which) = Comparator::ALL.into_iter().find(|c| c.as_str() == name) {
@@ -136,7 +141,7 @@ impl FromStr for Method {
             _ => {
                 let comparators = Comparator::ALL.map(Comparator::as_str).join(", ");
                 Err(format!(
-                    "{name:?} is no method; there are pipeline, standard, thorough, paper, the readouts rr, lr, kl, embed and sums of them such as rr+lr or rr+0.5embed, and {comparators}"
+                    "{name:?} is no method; there are pipeline, standard, thorough, paper, the readouts rr, lr, kl, embed and sums of them such as rr+lr or rr+0.5embed, {comparators}, and prompted"
                 ))
             }
         }
@@ -149,7 +154,7 @@ mod tests {
 
     #[test]
     fn names_are_read_as_they_are_written() {
-        for name in ["pipeline", "standard", "thorough", "paper", "rr", "rr+lr", "rr+0.5embed", "2rr+lr+kl", "ppl_minimum", "random"] {
+        for name in ["pipeline", "standard", "thorough", "paper", "rr", "rr+lr", "rr+0.5embed", "2rr+lr+kl", "ppl_minimum", "random", "prompted"] {
             assert_eq!(name.parse::<Method>().unwrap().name(), name);
         }
         for name in ["", "rr+", "rr+rr", "-1rr", "0rr", "xx", "rr lr"] {

@@ -8,6 +8,7 @@ mod curve;
 mod engine;
 mod layers;
 mod passive;
+mod prompted;
 mod stages;
 
 pub use boundary::{EMBED_TOKENS, EmbeddingBoundary, sides};
@@ -15,6 +16,7 @@ pub use curve::{Curve, Curves, Damage, Knots, kept_positions, score_at};
 pub use engine::{Document, EdgeCurves, Engine, EngineOptions, EngineStats};
 pub use layers::rr_by_layer;
 pub use passive::{Comparator, Passive, PassiveScratch, surface};
+pub use prompted::{OMITTED, PROMPT_REVISION, prompted};
 pub use stages::{Stage, reach};
 
 use crate::model::ops::Precision;

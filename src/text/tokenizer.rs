@@ -103,6 +103,7 @@ impl Tokenizer {
         let bpe = BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(whole_words).build().map_err(|e| fail(e.to_string()))?;
         let mut inner = tokenizers::Tokenizer::new(bpe);
         inner.with_pre_tokenizer(Some(pre_tokenizer(&pre).map_err(fail)?));
+        inner.with_decoder(Some(ByteLevel::default()));
         if matches!(pre.as_str(), "qwen2" | "deepseek-r1-qwen") {
             inner.with_normalizer(Some(NFC)).map_err(|e| fail(e.to_string()))?;
         }
@@ -184,6 +185,22 @@ impl Tokenizer {
             return Err(TextError::TooManyTokens(out.ids.len()));
         }
         Ok(out)
+    }
+
+    /// The same, but for the text of special tokens, which it takes for ordinary text: what a document quotes can end no turn of a conversation.
+    #[must_use]
+    pub fn without_special_tokens(&self) -> Self {
+        let mut inner = self.inner.clone();
+        inner.set_encode_special_tokens(true);
+        Self { inner, hash: self.hash }
+    }
+
+    /// The text of tokens, special ones left out.
+    ///
+    /// # Errors
+    /// [`TextError::Encode`] if the tokenizer fails.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, TextError> {
+        self.inner.decode(ids, true).map_err(|e| TextError::Encode(e.to_string()))
     }
 }
 
