@@ -19,9 +19,8 @@ use crate::io::{SourceBatch, TextCell};
 use crate::model::ops::{Device, Precision};
 use crate::model::{self, Encoder, EncoderIdentity, Identity, Load, ModelError, ModelPath, Tap};
 use crate::score::{
-    Curves, Document, EMBED_TOKENS, EmbeddingBoundary, Engine, EngineOptions, EngineStats, Knots, PROMPT_REVISION, Passive, Positions, Prefix,
-    Readout,
-    Readouts, ScoreError, ScoreSpec, Stage, kernel_revision, reach, sides,
+    Curves, Document, EMBED_TOKENS, EmbeddingBoundary, Engine, EngineOptions, EngineStats, Knots, PROMPT_REVISION, Passive, Positions,
+    Prefix, Readout, Readouts, ScoreError, ScoreSpec, Stage, kernel_revision, reach, sides,
 };
 use crate::segment::Limits;
 use crate::text::{Edge, EdgePolicy, Edges, SEGMENTER_VERSION, TOKENIZERS_VERSION, Tokenizer, Tokens, find_edges};

@@ -11,7 +11,6 @@ use std::time::Instant;
 use arrow::array::{Array, ArrayRef, AsArray};
 use arrow::compute::cast;
 use arrow::datatypes::{DataType, Int64Type};
-use arrow::util::display::array_value_to_string;
 use rayon::prelude::*;
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -21,7 +20,7 @@ use super::chunks::{Judge, Prepared};
 use super::documents::{DocState, Need, Scored, Scorer, blocking};
 use super::methods::{Method, weights};
 use super::operator::limits;
-use super::run::{Rows, stopped};
+use super::run::{Rows, name, stopped};
 use super::spec::{MethodSettings, Objective, PassThrough, Pipeline, ReadoutWord};
 use super::summary::{ChunkCounts, Lengths};
 use super::utility::Recipe;
@@ -491,7 +490,8 @@ impl<'a> Bench<'a> {
         tracing::info!(event = "scoring", method = method.name(), "scoring");
         let scorer = Arc::new(Scorer::new(&pipeline, self.models)?);
         let (judge, limits, objective) = (Judge::new(&pipeline), limits(&pipeline), pipeline.segment.objective);
-        let judged = Judged { documents: Vec::new(), judge, limits, objective, forward_tokens: 0, seconds: 0.0, from_cache: 0, omitted: None };
+        let judged =
+            Judged { documents: Vec::new(), judge, limits, objective, forward_tokens: 0, seconds: 0.0, from_cache: 0, omitted: None };
         match method {
             Method::Comparator(which) => self.compare(*which, &pipeline, &scorer, judged).await,
             Method::Prompted => self.ask(&scorer, judged).await,
@@ -629,12 +629,7 @@ async fn gather(pipeline: &Pipeline, options: &EvalOptions, tokenizer: &Tokenize
             let boundaries = boundaries(text, &tokens, &starts).map_err(|reason| bad(format!("{}: {reason}", options.gold)))?;
             let domain = match &options.domain {
                 None => String::new(),
-                Some(_) => {
-                    let column = batch.columns.columns().last().unwrap_or(batch.columns.column(plan.service));
-                    // JSONL columns without a type hold JSON.
-                    let value = array_value_to_string(column, place)?;
-                    serde_json::from_str(&value).unwrap_or(value)
-                }
+                Some(_) => name(batch.columns.columns().last().unwrap_or(batch.columns.column(plan.service)), place)?,
             };
             let id = input.id(file, &batch, place)?;
             sample.documents.push(Gold { id, domain, tokens, boundaries });

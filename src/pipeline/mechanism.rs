@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use arrow::array::{ArrayRef, LargeStringArray, RecordBatch};
-use arrow::util::display::array_value_to_string;
 use rayon::prelude::*;
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -13,7 +12,7 @@ use tokio::sync::watch;
 
 use super::documents::{DocState, Need, Scored, Scorer, blocking};
 use super::evaluate::candidates;
-use super::run::{Rows, stopped};
+use super::run::{Rows, name, stopped};
 use super::spec::{PassThrough, Pipeline, Preset, ReadoutWord};
 use super::{RunError, Stop};
 use crate::eval::{Interval, Strata, resample};
@@ -353,7 +352,7 @@ async fn passages(pipeline: &Pipeline, options: &MechanismOptions, tokenizer: &T
             longest = longest.max(tokens.ids.len());
             let source = match options.source {
                 None => format!("{}#{row}", names[file]),
-                Some(_) => array_value_to_string(batch.columns.column(plan.service), place)?,
+                Some(_) => name(batch.columns.column(plan.service), place)?,
             };
             let room = tokens.ids.len() / options.passages.max(1);
             if room < options.tokens {

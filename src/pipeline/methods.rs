@@ -154,7 +154,9 @@ mod tests {
 
     #[test]
     fn names_are_read_as_they_are_written() {
-        for name in ["pipeline", "standard", "thorough", "paper", "rr", "rr+lr", "rr+0.5embed", "2rr+lr+kl", "ppl_minimum", "random", "prompted"] {
+        for name in
+            ["pipeline", "standard", "thorough", "paper", "rr", "rr+lr", "rr+0.5embed", "2rr+lr+kl", "ppl_minimum", "random", "prompted"]
+        {
             assert_eq!(name.parse::<Method>().unwrap().name(), name);
         }
         for name in ["", "rr+", "rr+rr", "-1rr", "0rr", "xx", "rr lr"] {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use arrow::array::Array;
 use arrow::util::display::array_value_to_string;
 use futures::stream::{self, StreamExt};
 use tokio::sync::{mpsc, watch};
@@ -323,6 +324,12 @@ impl Rows {
             }
         }
     }
+}
+
+/// A name in a column. JSONL columns without a type hold JSON.
+pub(super) fn name(column: &dyn Array, place: usize) -> Result<String, RunError> {
+    let value = array_value_to_string(column, place)?;
+    Ok(serde_json::from_str(&value).unwrap_or(value))
 }
 
 /// Waits until the run shall stop.

@@ -5,14 +5,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
-use arrow::util::display::array_value_to_string;
 use rayon::prelude::*;
 use schemars::JsonSchema;
 use serde::Serialize;
 use tokio::sync::watch;
 
 use super::documents::blocking;
-use super::run::{Rows, stopped};
+use super::run::{Rows, name, stopped};
 use super::spec::{OnBadRow, PassThrough, Pipeline};
 use super::{RunError, Stop};
 use crate::eval::{Packing, Record, Stream, WordLikeness, flatten, pack, reread};
@@ -170,12 +169,10 @@ async fn gather(options: &StreamOptions) -> Result<(Vec<Record>, usize), RunErro
                 left_out += 1;
                 continue;
             }
-            let column = |i: usize| array_value_to_string(batch.columns.column(i), place);
             let id = input.id(file, &batch, place)?;
             let domain = match &options.domain {
                 None => String::new(),
-                // JSONL columns without a type hold JSON.
-                Some(_) => column(plan.service).map(|value| serde_json::from_str(&value).unwrap_or(value))?,
+                Some(_) => name(batch.columns.column(plan.service), place)?,
             };
             records.push(Record { id, domain, text });
         }

@@ -66,7 +66,11 @@ fn passage(text: &str, tokens: &Tokens, edges: &[&Edge]) -> String {
         while let Some((number, edge)) = edges.next_if(|(_, edge)| (edge.byte.0 as usize) < range.end) {
             let (before, after) = (&text[at..edge.byte.0 as usize], &text[edge.byte.0 as usize..]);
             let space = |missing: bool| if missing { " " } else { "" };
-            out += &format!("{before}{}[{number}]{}", space(!before.ends_with(char::is_whitespace)), space(!after.starts_with(char::is_whitespace)));
+            out += &format!(
+                "{before}{}[{number}]{}",
+                space(!before.ends_with(char::is_whitespace)),
+                space(!after.starts_with(char::is_whitespace))
+            );
             at = edge.byte.0 as usize;
         }
         out += &text[at..range.end];

@@ -3,6 +3,8 @@
 
 mod browser;
 mod commands;
+#[path = "../common/mod.rs"]
+mod common;
 mod evaluate;
 mod faults;
 mod formats;
