@@ -84,11 +84,13 @@ const unit = () => (program && program.damage ? ' nats' : '');
 const starts = (page, chosen) => [0, ...chosen.map((c) => page.edges.token[c])];
 const chunkTokens = (page, chosen) => starts(page, chosen).map((s, i, all) => (all[i + 1] ?? page.tokens) - s);
 
-// A canvas of so many rows of pixels, drawn again when the page's width or colours change.
+// A canvas of so many rows of pixels, drawn when it comes into sight, and again when the page's width or colours change.
 let redraws = [];
 function canvas(height, draw, label) {
   const node = el('canvas', { className: 'chart', role: 'img', ariaLabel: label });
+  let inSight = false;
   const paint = () => {
+    if (!inSight) return;
     const width = node.clientWidth || main.clientWidth, scale = window.devicePixelRatio || 1;
     node.width = width * scale; node.height = height * scale; node.style.height = `${height}px`;
     const c = node.getContext('2d');
@@ -96,6 +98,8 @@ function canvas(height, draw, label) {
     c.font = '11px system-ui, sans-serif';
     draw(c, width, height);
   };
+  node.style.height = `${height}px`;
+  new IntersectionObserver((entries) => { inSight = entries.some((e) => e.isIntersecting); paint(); }, { rootMargin: '400px' }).observe(node);
   redraws.push(paint);
   return node;
 }
@@ -167,11 +171,19 @@ function sweepChart() {
   return node;
 }
 
-// Utilities over tokens, with candidates, cuts and true units, as in the paper's figure 2.
-function strip(page, chosen) {
+// Utilities over tokens, with candidates, cuts and true units, as in the paper's figure 2; of a long document side by side, so many tokens each.
+const STRIP = 4000;
+function strips(page, chosen) {
+  const count = Math.max(1, Math.ceil(page.tokens / STRIP)), each = Math.max(1, Math.ceil(page.tokens / count));
+  const node = el('div', { className: 'strips', tabIndex: count > 1 ? 0 : -1 });
+  for (let i = 0; i < count; i += 1) node.append(strip(page, chosen, i * each, Math.min(page.tokens, (i + 1) * each), count));
+  return node;
+}
+
+function strip(page, chosen, from, to, count) {
   const { token, utility, kind } = page.edges;
   const node = canvas(page.gold ? 150 : 130, (c, width, height) => {
-    const x = (t) => (t / Math.max(1, page.tokens)) * width;
+    const x = (t) => ((t - from) / Math.max(1, to - from)) * width;
     const bands = 18, gold = page.gold ? 16 : 0, top = gold + 4, base = height - bands - 4;
     if (page.gold) {
       [0, ...page.gold].forEach((t, i, all) => {
@@ -184,7 +196,7 @@ function strip(page, chosen) {
     if (utility.some((u) => u !== null)) {
       // The highest utility of every column of pixels.
       const columns = new Float64Array(Math.ceil(width) + 1).fill(-1);
-      token.forEach((t, i) => { if (utility[i] !== null) { const p = Math.floor(x(t)); columns[p] = Math.max(columns[p], utility[i]); } });
+      token.forEach((t, i) => { if (utility[i] !== null && t >= from && t <= to) { const p = Math.floor(x(t)); columns[p] = Math.max(columns[p], utility[i]); } });
       c.strokeStyle = colour('--curve');
       c.lineWidth = 1.2;
       c.beginPath();
@@ -211,10 +223,11 @@ function strip(page, chosen) {
       c.fillRect(x(t), base + 4, x(all[i + 1] ?? page.tokens) - x(t), bands);
       if (i > 0) { c.fillStyle = colour('--cut'); c.fillRect(x(t) - 0.75, top, 1.5, height - top); }
     });
-  }, 'Utility of each candidate over the tokens of the document, with cuts');
+    if (count > 1) { c.fillStyle = colour('--ink'); c.fillText(`token ${from}`, 4, height - 5); }
+  }, `Utility of each candidate over the tokens ${from} to ${to} of the document, with cuts`);
   node.classList.add('strip');
   node.addEventListener('click', (event) => {
-    const t = (event.offsetX / node.clientWidth) * page.tokens;
+    const t = from + (event.offsetX / node.clientWidth) * (to - from);
     const begun = starts(page, chosen);
     let chunk = 0;
     while (chunk + 1 < begun.length && begun[chunk + 1] <= t) chunk += 1;
@@ -253,14 +266,19 @@ function showDocument(number) {
   });
   const entries = [['--curve', 'utility of candidates, dots at sentence ends'], ['--cut', 'cuts'], ['--band-a', 'chunks']];
   if (page.gold) entries.push(['--gold', 'true units']);
-  const note = `${page.tokens} tokens, ${begin.length} chunks${program && page.relaxed && chosen === page.cuts ? '; a limit gave way' : ''}`;
+  const note = `${page.tokens} tokens, ${begin.length} chunks${page.tokens > STRIP ? '; the curve goes on to the right' : ''}${program && page.relaxed && chosen === page.cuts ? '; a limit gave way' : ''}`;
   const facts = el('p', { className: 'note', id: 'facts', textContent: note });
   facts.dataset.chunks = begin.length;
   facts.dataset.cuts = starts(page, chosen).slice(1).join(',');
-  main.replaceChildren(el('h1', { textContent: page.id, dir: 'auto' }), facts, strip(page, chosen), key(...entries), text);
+  // The same document cut anew shows the same part of its curve.
+  const left = main.dataset.document === String(number) ? main.querySelector('.strips').scrollLeft : 0;
+  main.replaceChildren(el('h1', { textContent: page.id, dir: 'auto' }), facts, strips(page, chosen), key(...entries), text);
+  main.dataset.document = number;
+  main.querySelector('.strips').scrollLeft = left;
 }
 
 function showCorpus() {
+  delete main.dataset.document;
   const tiles = el('div', { className: 'tiles' });
   for (const [name, value] of corpus.figures) tiles.append(el('div', { className: 'tile' }, el('b', { textContent: value }), el('span', { textContent: name })));
   const other = cuts.some((c, i) => c !== documents[i].cuts);
@@ -334,7 +352,7 @@ function setUp() {
     document.getElementById('cutting').style.display = 'none';
   }
   document.addEventListener('keydown', (event) => {
-    if (event.altKey || event.ctrlKey || event.metaKey || event.target === slider || event.target === choose) return;
+    if (event.altKey || event.ctrlKey || event.metaKey || event.target === slider || event.target === choose || event.target.className === 'strips') return;
     const moves = { ArrowLeft: shown - 1, k: shown - 1, ArrowRight: shown + 1, j: shown + 1, Home: -1 };
     if (event.key in moves) { event.preventDefault(); go(moves[event.key]); }
   });

@@ -187,5 +187,10 @@ fn a_document_of_100_000_tokens_is_cut_anew() {
     browser.open(&place, "report.html");
     assert!(browser.run("return documents[0].tokens;").as_u64().unwrap() >= 100_000);
     browser.run("go(0);");
+    // Its curve is shown in parts that can be told apart, and stays where it was when the document is cut anew.
+    let parts = browser.run("return [document.querySelectorAll('.strips canvas').length, Math.ceil(documents[0].tokens / 4000)];");
+    assert_eq!(parts[0], parts[1]);
+    browser.run("document.querySelector('.strips').scrollLeft = 2000;");
     assert_eq!(browser.cuts_at(0.9), library(&place, &settings, 0.9)[0]);
+    assert_eq!(browser.run("return document.querySelector('.strips').scrollLeft;"), 2000);
 }
