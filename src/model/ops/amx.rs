@@ -627,6 +627,9 @@ fn multiply_blocks<const X: usize, const W: usize, const INT: bool>(
             for line in lines.by_ref().take(each) {
                 _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast());
             }
+            // Keeps the units of wide multiply-adds awake: left alone for half a microsecond they are switched off, and the first store of a tile or
+            // multiply-add after that waits for a quarter of one.
+            asm!("vpxord zmm31, zmm31, zmm31", "vfmadd231ps zmm31, zmm31, zmm31", out("zmm31") _, options(nostack, nomem, preserves_flags));
             macro_rules! tiles {
                 ($($line:literal),*) => { tiles!("tdpbf16ps"; $($line),*) };
                 ($multiply:literal; $($line:literal),*) => {
