@@ -141,7 +141,7 @@ mod tests {
         let edges = [edge(100, 500), edge(110, 549), edge(500, 2500)];
         let shown = passage(&text, &tokens, &edges.iter().collect::<Vec<_>>());
         let a = |n: usize| "aaaa ".repeat(n);
-        assert_eq!(shown, format!("{}[1] {}aaaa [2] {}\n...\n{}[3] {}", a(96), a(9), &a(97)[4..], a(96), a(96)));
+        assert_eq!(shown, format!("{}[1] {}aaaa [2]{}\n...\n{}[3] {}", a(96), a(9), &a(97)[4..], a(96), a(96)));
         assert_eq!(passage("é b", &Tokens { ids: vec![0; 2], spans: vec![(0, 2), (2, 4)] }, &[&edge(1, 2)]), "é [1] b");
     }
 }
