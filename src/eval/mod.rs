@@ -9,4 +9,4 @@ mod streams;
 
 pub use bootstrap::{Dice, Interval, Strata, resample};
 pub use metrics::{Counts, Measure, NEAR, compare, window_size};
-pub use streams::{Packing, Record, Stream, WordLikeness, flatten, pack, reread};
+pub use streams::{Packing, Record, Stream, WordLikeness, flatten, lexical_cohesion, pack, reread};

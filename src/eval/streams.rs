@@ -124,9 +124,9 @@ impl WordLikeness {
             .iter()
             .map(|text| {
                 let mut counts = BTreeMap::<usize, f64>::new();
-                for word in text.split(|c: char| !c.is_alphanumeric()).filter(|w| !w.is_empty()) {
+                for word in words(text) {
                     let next = numbers.len();
-                    *counts.entry(*numbers.entry(word.to_lowercase()).or_insert(next)).or_default() += 1.0;
+                    *counts.entry(*numbers.entry(word).or_insert(next)).or_default() += 1.0;
                 }
                 documents.resize(numbers.len(), 0.0);
                 counts.keys().for_each(|word| documents[*word] += 1.0);
@@ -151,6 +151,25 @@ impl WordLikeness {
         shared.sort_unstable_by_key(|s| s.0);
         shared.into_iter().map(|(_, v)| v).sum()
     }
+}
+
+/// Runs of letters and digits, in small letters.
+fn words(text: &str) -> impl Iterator<Item = String> {
+    text.split(|c: char| !c.is_alphanumeric()).filter(|w| !w.is_empty()).map(str::to_lowercase)
+}
+
+/// Lexical cohesion, as of TextTiling: the cosine of the word counts of two texts, 0 to 1. `None` where one has no word.
+#[must_use]
+pub fn lexical_cohesion(a: &str, b: &str) -> Option<f64> {
+    let count = |text| {
+        let mut counts = BTreeMap::<String, f64>::new();
+        words(text).for_each(|word| *counts.entry(word).or_default() += 1.0);
+        counts
+    };
+    let (a, b) = (count(a), count(b));
+    let norm = |counts: &BTreeMap<String, f64>| counts.values().map(|c| c * c).sum::<f64>().sqrt();
+    let dot: f64 = a.iter().filter_map(|(word, c)| Some(c * b.get(word)?)).sum();
+    (!a.is_empty() && !b.is_empty()).then(|| dot / (norm(&a) * norm(&b)))
 }
 
 /// A stream with the text that was read of a picture of it: record starts go where the first character of the record went, or of what follows it if that was
@@ -231,6 +250,15 @@ mod tests {
         let one = pack(&same, |a, b| -(a.abs_diff(b) as f64), &Packing { streams: Some(1), calibration: 0.0, ..PACKING }).1.remove(0);
         let ids: Vec<i64> = one.record_ids.iter().map(number).collect();
         assert!(ids.windows(2).all(|p| (p[0] - p[1]).abs() <= 2), "neighbours of a line: {ids:?}");
+    }
+
+    #[test]
+    fn cohesion_by_hand() {
+        // the 2, tea 1, bread 1 against the 1, river 2.
+        let found = lexical_cohesion("The tea, the bread.", "the RIVER... River").unwrap();
+        assert!((found - 2.0 / 30.0_f64.sqrt()).abs() < 1e-15, "{found}");
+        assert!((lexical_cohesion("a b", "b a!").unwrap() - 1.0).abs() < 1e-15);
+        assert_eq!((lexical_cohesion("a b", "c d"), lexical_cohesion("a", "... !")), (Some(0.0), None));
     }
 
     #[test]

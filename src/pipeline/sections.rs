@@ -1,6 +1,7 @@
 //! The `sections` command: cuts of ordinary documents, at the ends of their sentences, beside their sections (paper appendix A.4). A control: where sentences and
 //! subjects can be seen, removing a prefix is no better than what is in use.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -17,12 +18,12 @@ use super::evaluate::places;
 use super::run::{Rows, stopped};
 use super::spec::{PassThrough, Pipeline, Preset, ReadoutWord};
 use super::{RunError, Stop};
-use crate::eval::{Counts, Interval, Measure, Strata, compare, resample};
+use crate::eval::{Counts, Interval, Measure, Strata, compare, lexical_cohesion, resample};
 use crate::io::IoError;
 use crate::score::{Comparator, Document, PassiveScratch, Readout, score_at};
 use crate::text::Tokenizer;
 
-/// Sentences on each side that the embedding boundary compares.
+/// Sentences on each side that the embedding boundary and lexical cohesion compare.
 const SENTENCES: usize = 3;
 
 /// What is compared, on what.
@@ -260,13 +261,7 @@ async fn score(scorer: &Arc<Scorer>, pipeline: &Pipeline, documents: &Arc<Vec<Se
     let mut all = vec![Scores { name: "rr".into(), of: readout(Readout::Rr) }, Scores { name: "lr".into(), of: readout(Readout::Lr) }];
     let (boundary, passive, shared) = (scorer.boundary().await?, scorer.passive().await?, Arc::clone(documents));
     let others = blocking(move || {
-        let embed = |d: &Sectioned| {
-            let start = |s: usize| d.sentences.get(s).copied().unwrap_or(d.text.len());
-            let sides: Vec<_> =
-                (1..d.sentences.len()).map(|s| (start(s.saturating_sub(SENTENCES))..start(s), start(s)..start(s + SENTENCES))).collect();
-            boundary.scores(&d.text, &sides)
-        };
-        let embed = shared.iter().map(embed).collect::<Result<Vec<_>, _>>()?;
+        let embed = shared.iter().map(|d| boundary.scores(&d.text, &sides(d))).collect::<Result<Vec<_>, _>>()?;
         let which = [Comparator::ResidualJump, Comparator::LocalHiddenDistance];
         let of = |scratch: &mut PassiveScratch, d: &Sectioned| passive.scores(&d.ids, &d.edges, &which, scratch);
         let passive = shared.par_iter().map_init(PassiveScratch::default, of).collect::<Result<Vec<_>, _>>()?;
@@ -274,10 +269,24 @@ async fn score(scorer: &Arc<Scorer>, pipeline: &Pipeline, documents: &Arc<Vec<Se
         for (c, which) in which.iter().enumerate() {
             all.push(Scores { name: which.as_str().into(), of: passive.iter().map(|p| p[c].clone()).collect() });
         }
+        let apart = |d: &Sectioned| {
+            let score = |(left, right): (Range<usize>, Range<usize>)| match lexical_cohesion(&d.text[left], &d.text[right]) {
+                Some(cohesion) => 1.0 - cohesion as f32,
+                None => f32::NAN,
+            };
+            sides(d).into_iter().map(score).collect()
+        };
+        all.push(Scores { name: "lexical_cohesion".into(), of: shared.iter().map(apart).collect() });
         Ok::<_, RunError>(all)
     });
     all.extend(others.await??);
     Ok(all)
+}
+
+/// Of each internal sentence end the bytes of the sentences before and after it.
+fn sides(d: &Sectioned) -> Vec<(Range<usize>, Range<usize>)> {
+    let start = |s: usize| d.sentences.get(s).copied().unwrap_or(d.text.len());
+    (1..d.sentences.len()).map(|s| (start(s.saturating_sub(SENTENCES))..start(s), start(s)..start(s + SENTENCES))).collect()
 }
 
 /// Reads documents of two sentences or more.

@@ -303,7 +303,7 @@ fn sections_are_compared_at_the_ends_of_given_sentences() {
     assert_eq!((found["documents"].as_u64(), found["sections"].as_u64()), (Some(judged as u64), Some(3 * judged as u64)));
     let rows = found["methods"].as_array().unwrap();
     let names: Vec<&str> = rows.iter().map(|r| r["method"].as_str().unwrap()).collect();
-    assert_eq!(names, ["rr", "lr", "embed", "residual_jump", "local_hidden_distance", "uniform", "no_cut"]);
+    assert_eq!(names, ["rr", "lr", "embed", "residual_jump", "local_hidden_distance", "lexical_cohesion", "uniform", "no_cut"]);
     let none = rows.last().unwrap();
     assert_eq!((none["sections"].as_f64(), none["boundary_f1"].as_f64()), (Some(1.0), Some(0.0)));
     // By hand: k = 2, ten windows, and each of the two boundaries is missed by the two windows that it parts.
