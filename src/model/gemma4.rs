@@ -1,6 +1,8 @@
 //! Gemma 4 (text): sliding and full attention in turns with heads of two sizes, keys and values shared by the last layers, norms before
 //! and after each part, an embedding of its own for each layer, and logits under a soft cap.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use super::config::Json;
@@ -9,7 +11,7 @@ use super::ops::{
     mul_activated,
 };
 use super::weights::Weights;
-use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
+use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_vocabulary};
 
 /// One layer of a Gemma 4 checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -187,7 +189,7 @@ pub(super) struct Gemma4 {
     blocks: Vec<Block>,
     norm: RmsNorm,
     rotaries: [Rotary; 2],
-    head: Option<Head>,
+    head: Option<Arc<Head>>,
     precision: Precision,
 }
 
@@ -195,11 +197,9 @@ impl Gemma4 {
     pub(super) fn load(config: Gemma4Config, weights: &Weights, load: Load) -> Result<Self, ModelError> {
         let Gemma4Config { hidden, heads, vocab, eps, per_layer, .. } = config;
         let count = config.layers.len();
-        let table = weights.get_numbers("embed_tokens.weight", &[vocab, hidden])?;
-        let head = load_head(weights, load, (!config.tied).then_some("lm_head.weight"), &table, hidden, config.cap)?;
-        let scale = (hidden as f64).sqrt() as f32;
-        let mut table = table.into_floats();
-        table.iter_mut().for_each(|v| *v *= scale);
+        let names = ("embed_tokens.weight", (!config.tied).then_some("lm_head.weight"));
+        let (embedding, head) = load_vocabulary(weights, load, names, [vocab, hidden], config.cap)?;
+        let embedding = embedding.scaled((hidden as f64).sqrt() as f32);
         let per_layer_tables = if per_layer > 0 {
             let table = weights.get_numbers("embed_tokens_per_layer.weight", &[config.per_layer_vocab, count * per_layer])?;
             let norm = RmsNorm::new(weights.get("per_layer_projection_norm.weight", &[per_layer])?, eps);
@@ -268,7 +268,7 @@ impl Gemma4 {
         };
         let rotaries = [rotary(false), rotary(true)];
         let per_layer = per_layer_tables.map(|(table, norm, _)| (table, norm));
-        Ok(Self { embedding: Embedding::new(hidden, table), per_layer, config, blocks, norm, rotaries, head, precision: load.precision })
+        Ok(Self { embedding, per_layer, config, blocks, norm, rotaries, head, precision: load.precision })
     }
 
     fn attend(&self, index: usize, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
@@ -397,6 +397,6 @@ impl Architecture for Gemma4 {
     }
 
     fn head(&self) -> Option<&Head> {
-        self.head.as_ref()
+        self.head.as_deref()
     }
 }

@@ -1,11 +1,13 @@
 //! GPT-2: learned positions, layer norm, full attention with biases, feed-forward with a tanh GELU.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use super::config::{Json, Metadata};
 use super::ops::{Activation, AttentionShape, Embedding, FeedForward, Head, LayerNorm, Linear, Numbers, Output, Precision, ROW_TILE};
 use super::weights::Weights;
-use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
+use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_vocabulary};
 
 /// Sizes and constants of a GPT-2 checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -84,15 +86,15 @@ pub(super) struct Gpt2 {
     positions: Embedding,
     blocks: Vec<Block>,
     norm: LayerNorm,
-    head: Option<Head>,
+    head: Option<Arc<Head>>,
     precision: Precision,
 }
 
 impl Gpt2 {
     pub(super) fn load(config: Gpt2Config, weights: &Weights, load: Load) -> Result<Self, ModelError> {
         let Gpt2Config { hidden, feed_forward, vocab, context, eps, .. } = config;
-        let table = weights.get_numbers("wte.weight", &[vocab, hidden])?;
-        let head = load_head(weights, load, (!config.tied).then_some("lm_head.weight"), &table, hidden, None)?;
+        let names = ("wte.weight", (!config.tied).then_some("lm_head.weight"));
+        let (embedding, head) = load_vocabulary(weights, load, names, [vocab, hidden], None)?;
         let positions = weights.get("wpe.weight", &[context, hidden])?;
         fn norm(weights: &Weights, name: &str, hidden: usize, eps: f32) -> Result<LayerNorm, ModelError> {
             let get = |part: &str| weights.get(&format!("{name}.{part}"), &[hidden]);
@@ -122,7 +124,7 @@ impl Gpt2 {
             });
         }
         let norm = norm(weights, "ln_f", hidden, eps)?;
-        let (embedding, positions) = (Embedding::new(hidden, table), Embedding::new(hidden, positions));
+        let positions = Embedding::new(hidden, positions);
         Ok(Self { config, embedding, positions, blocks, norm, head, precision: load.precision })
     }
 }
@@ -191,6 +193,6 @@ impl Architecture for Gpt2 {
     }
 
     fn head(&self) -> Option<&Head> {
-        self.head.as_ref()
+        self.head.as_deref()
     }
 }

@@ -1,5 +1,7 @@
 //! GPT-NeoX (Pythia): layer norm, rotary embedding on a part of each head, attention and feed-forward side by side.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use super::config::{Json, Rope};
@@ -7,7 +9,7 @@ use super::ops::{
     Activation, AttentionShape, Embedding, FeedForward, Head, LayerNorm, Linear, Output, Precision, ROW_TILE, Rotary, RotaryScaling,
 };
 use super::weights::Weights;
-use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
+use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_vocabulary};
 
 /// Sizes and constants of a GPT-NeoX checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -78,7 +80,7 @@ pub(super) struct GptNeox {
     blocks: Vec<Block>,
     norm: LayerNorm,
     rotary: Rotary,
-    head: Option<Head>,
+    head: Option<Arc<Head>>,
     precision: Precision,
 }
 
@@ -92,8 +94,8 @@ fn by_kind(rows: &[f32], heads: usize) -> Vec<f32> {
 impl GptNeox {
     pub(super) fn load(config: GptNeoxConfig, weights: &Weights, load: Load) -> Result<Self, ModelError> {
         let GptNeoxConfig { hidden, feed_forward, heads, vocab, eps, .. } = config;
-        let table = weights.get_numbers("embed_in.weight", &[vocab, hidden])?;
-        let head = load_head(weights, load, (!config.tied).then_some("embed_out.weight"), &table, hidden, None)?;
+        let names = ("embed_in.weight", (!config.tied).then_some("embed_out.weight"));
+        let (embedding, head) = load_vocabulary(weights, load, names, [vocab, hidden], None)?;
         let mut blocks = Vec::new();
         for layer in 0..config.layers.min(load.depth) {
             let get = |name: &str, shape: &[usize]| weights.get(&format!("layers.{layer}.{name}"), shape);
@@ -131,7 +133,7 @@ impl GptNeox {
         let norm = LayerNorm::new(get("final_layer_norm.weight")?, get("final_layer_norm.bias")?, eps);
         let frequencies = config.scaling.frequencies(config.rotary_dims, config.theta);
         let rotary = Rotary::new(hidden / heads, &frequencies, config.context + load.extra);
-        Ok(Self { embedding: Embedding::new(hidden, table), config, blocks, norm, rotary, head, precision: load.precision })
+        Ok(Self { embedding, config, blocks, norm, rotary, head, precision: load.precision })
     }
 }
 
@@ -205,7 +207,7 @@ impl Architecture for GptNeox {
     }
 
     fn head(&self) -> Option<&Head> {
-        self.head.as_ref()
+        self.head.as_deref()
     }
 }
 

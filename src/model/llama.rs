@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::BufReader;
+use std::sync::Arc;
 
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
@@ -11,7 +12,7 @@ use super::ops::{
     Activation, AttentionShape, Embedding, GatedFeedForward, Head, Linear, Output, Precision, ROW_TILE, RmsNorm, Rotary, RotaryScaling,
 };
 use super::weights::Weights;
-use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
+use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_vocabulary};
 
 /// Sizes and constants of a llama checkpoint, from `config.json` or GGUF metadata.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -126,7 +127,7 @@ pub(super) struct Llama {
     blocks: Vec<Block>,
     norm: RmsNorm,
     rotary: Rotary,
-    head: Option<Head>,
+    head: Option<Arc<Head>>,
     precision: Precision,
 }
 
@@ -134,8 +135,8 @@ impl Llama {
     pub(super) fn load(config: LlamaConfig, weights: &Weights, load: Load) -> Result<Self, ModelError> {
         let LlamaConfig { hidden, feed_forward, heads, kv_heads, head_dim, vocab, .. } = config;
         let (q, kv) = (heads * head_dim, kv_heads * head_dim);
-        let table = weights.get_numbers("embed_tokens.weight", &[vocab, hidden])?;
-        let head = load_head(weights, load, (!config.tied).then_some("lm_head.weight"), &table, hidden, None)?;
+        let names = ("embed_tokens.weight", (!config.tied).then_some("lm_head.weight"));
+        let (embedding, head) = load_vocabulary(weights, load, names, [vocab, hidden], None)?;
         let mut blocks = Vec::new();
         for layer in 0..config.layers.min(load.depth) {
             let get = |name: &str, shape: &[usize]| weights.get(&format!("layers.{layer}.{name}"), shape);
@@ -180,7 +181,7 @@ impl Llama {
         }
         let norm = RmsNorm::new(weights.get("norm.weight", &[hidden])?, config.eps);
         let rotary = Rotary::new(head_dim, &config.scaling.frequencies(head_dim, config.theta), config.context + load.extra);
-        Ok(Self { embedding: Embedding::new(hidden, table), config, blocks, norm, rotary, head, precision: load.precision })
+        Ok(Self { embedding, config, blocks, norm, rotary, head, precision: load.precision })
     }
 }
 
@@ -256,6 +257,6 @@ impl Architecture for Llama {
     }
 
     fn head(&self) -> Option<&Head> {
-        self.head.as_ref()
+        self.head.as_deref()
     }
 }

@@ -18,11 +18,13 @@ mod qwen3_5;
 mod registry;
 mod weights;
 
+use std::sync::Arc;
+
 pub use chat::Chat;
 pub use encoder::{Encoder, EncoderIdentity, EncoderScratch, encoder_identity};
 pub use hub::FetchProgress;
 pub(crate) use hub::HubName;
-use ops::{AttentionScratch, AttentionShape, Buffer, DeltaScratch, Embedding, FeedForwardScratch, Head, Numbers, attention};
+use ops::{AttentionScratch, AttentionShape, Buffer, DeltaScratch, Embedding, FeedForwardScratch, Head, attention};
 pub(crate) use registry::user_cache;
 pub use registry::{BUILT_IN, BuiltIn, Identity, ModelPath, Origin, fetch, identity, load_tokenizer, load_trunk, models_dir, resolve};
 use weights::Weights;
@@ -234,19 +236,26 @@ pub trait Trunk: Send + Sync {
     fn head(&self) -> Option<&Head>;
 }
 
-/// The output head, if it is asked for: the tensor `untied`, or the embeddings where there is none.
-fn load_head(
+/// The embeddings `name` (`vocab x hidden`) and, if it is asked for, the output head: the tensor `untied`, or the embeddings where there is none.
+fn load_vocabulary(
     weights: &Weights,
     load: Load,
-    untied: Option<&str>,
-    embeddings: &Numbers,
-    hidden: usize,
+    (name, untied): (&str, Option<&str>),
+    shape: [usize; 2],
     cap: Option<f32>,
-) -> Result<Option<Head>, ModelError> {
+) -> Result<(Embedding, Option<Arc<Head>>), ModelError> {
+    let hidden = shape[1];
+    let table = weights.get_numbers(name, &shape)?;
     match (load.head, untied) {
-        (false, _) => Ok(None),
-        (true, None) => Head::pack(hidden, embeddings, cap).map(Some),
-        (true, Some(name)) => Head::pack(hidden, &weights.get_numbers(name, &[embeddings.len() / hidden, hidden])?, cap).map(Some),
+        (false, _) => Ok((Embedding::new(hidden, table), None)),
+        (true, None) => {
+            let head = Arc::new(Head::pack(hidden, &table, cap)?);
+            Ok((Embedding::tied(hidden, table, &head), Some(head)))
+        }
+        (true, Some(name)) => {
+            let head = Head::pack(hidden, &weights.get_numbers(name, &shape)?, cap)?;
+            Ok((Embedding::new(hidden, table), Some(Arc::new(head))))
+        }
     }
 }
 

@@ -1,6 +1,8 @@
 //! Qwen3.5: gated delta layers with a full attention layer after every few. Attention has an output gate, norms on heads, and a rotary
 //! embedding on a part of each head; norms multiply by `1 + w`.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use super::config::{Json, Rope};
@@ -9,7 +11,7 @@ use super::ops::{
     RotaryScaling, ShortConvolution, gated_delta, mul_activated, mul_sigmoid,
 };
 use super::weights::Weights;
-use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_head};
+use super::{Architecture, Batch, Load, ModelError, Scratch, Shape, attend, load_vocabulary};
 
 /// Sizes and constants of a Qwen3.5 checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -127,7 +129,7 @@ pub(super) struct Qwen35 {
     blocks: Vec<Block>,
     norm: RmsNorm,
     rotary: Rotary,
-    head: Option<Head>,
+    head: Option<Arc<Head>>,
     precision: Precision,
 }
 
@@ -135,8 +137,8 @@ impl Qwen35 {
     pub(super) fn load(config: Qwen35Config, weights: &Weights, load: Load) -> Result<Self, ModelError> {
         let Qwen35Config { hidden, feed_forward, heads, kv_heads, head_dim, vocab, eps, .. } = config;
         let shape = config.delta();
-        let table = weights.get_numbers("embed_tokens.weight", &[vocab, hidden])?;
-        let head = load_head(weights, load, (!config.tied).then_some("lm_head.weight"), &table, hidden, None)?;
+        let names = ("embed_tokens.weight", (!config.tied).then_some("lm_head.weight"));
+        let (embedding, head) = load_vocabulary(weights, load, names, [vocab, hidden], None)?;
         // Norms around zero.
         let centred = |mut weight: Vec<f32>| {
             weight.iter_mut().for_each(|w| *w += 1.0);
@@ -205,7 +207,7 @@ impl Qwen35 {
         let norm = centred(weights.get("norm.weight", &[hidden])?);
         let frequencies = config.scaling.frequencies(config.rotary_dims, config.theta);
         let rotary = Rotary::new(head_dim, &frequencies, config.context + load.extra);
-        Ok(Self { embedding: Embedding::new(hidden, table), config, blocks, norm, rotary, head, precision: load.precision })
+        Ok(Self { embedding, config, blocks, norm, rotary, head, precision: load.precision })
     }
 
     fn attend(&self, layer: usize, attention: &Attention, norm: &RmsNorm, batch: &Batch, scratch: &mut Scratch) -> Result<(), ModelError> {
@@ -360,6 +362,6 @@ impl Architecture for Qwen35 {
     }
 
     fn head(&self) -> Option<&Head> {
-        self.head.as_ref()
+        self.head.as_deref()
     }
 }

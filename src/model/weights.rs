@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::Device;
 use candle_core::quantized::gguf_file;
+use half::vec::HalfBitsVecExt;
 use rayon::prelude::*;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
@@ -187,8 +188,8 @@ impl Weights {
         let failed = |e: std::io::Error| fail(format!("tensor {name}: {e}"));
         match tensor.dtype {
             Dtype::F32 => read(file, tensor, 0.0, f32::from_le_bytes).map(Numbers::F32).map_err(failed),
-            Dtype::F16 => read(file, tensor, half::f16::ZERO, half::f16::from_le_bytes).map(Numbers::F16).map_err(failed),
-            Dtype::BF16 => read(file, tensor, half::bf16::ZERO, half::bf16::from_le_bytes).map(Numbers::Bf16).map_err(failed),
+            Dtype::F16 => read(file, tensor, 0, u16::from_le_bytes).map(|bits| Numbers::F16(bits.reinterpret_into())).map_err(failed),
+            Dtype::BF16 => read(file, tensor, 0, u16::from_le_bytes).map(|bits| Numbers::Bf16(bits.reinterpret_into())).map_err(failed),
             other => Err(fail(format!("tensor {prefix}{name} is stored as {other:?}; f32, f16 and bf16 can be read"))),
         }
     }
@@ -198,6 +199,7 @@ impl Weights {
 fn read<T: Copy + Send, const N: usize>(file: &File, tensor: &HubTensor, zero: T, of: fn([u8; N]) -> T) -> std::io::Result<Vec<T>> {
     /// Numbers of a piece.
     const PIECE: usize = 1 << 18;
+    // Zeros of a primitive type come from the system, untouched: whoever reads a piece has its pages made.
     let mut out = vec![zero; tensor.bytes / N];
     out.par_chunks_mut(PIECE).enumerate().try_for_each_init(
         || vec![0; PIECE * N],

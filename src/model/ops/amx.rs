@@ -91,6 +91,10 @@ pub(super) struct Weights {
 }
 
 impl Weights {
+    pub(super) fn precision(&self) -> Precision {
+        self.precision
+    }
+
     /// Parts of the rows that are multiplied by the weights.
     fn row_parts(&self) -> usize {
         if self.precision == Precision::F32 { PARTS } else { 1 }
@@ -122,6 +126,16 @@ impl Weights {
             },
         );
         weights
+    }
+
+    /// The weights of one output from input `start` on, which must be bf16.
+    pub(super) fn read(&self, output: usize, start: usize, out: &mut [f32]) {
+        let steps = self.k.div_ceil(DEPTH);
+        let (pair, block, within) = (output / (2 * SIDE), output / SIDE % 2, output % SIDE);
+        for (input, out) in (start..).zip(out) {
+            let tile = &self.tiles[(pair * steps + input / DEPTH) * 2 + block];
+            *out = f32::from_bits(u32::from(tile.0[input % DEPTH / 2 * DEPTH + within * 2 + input % 2]) << 16);
+        }
     }
 
     /// Packs two layers of `width` outputs over one input for [`gated`]: blocks of 16 columns of the one and of the other take turns, up to whole tiles.

@@ -71,6 +71,15 @@ impl Weights {
         );
         Self { pairs, k, n }
     }
+
+    /// The weights of one output, from input `start` on.
+    pub(super) fn read(&self, output: usize, start: usize, out: &mut [f32]) {
+        let panel = &self.pairs[output / PANEL * PANEL * self.k.div_ceil(2)..];
+        for (input, out) in (start..).zip(out) {
+            let pair = panel[input / 2 * PANEL + output % PANEL];
+            *out = f32::from_bits(if input % 2 == 0 { pair << 16 } else { pair & 0xFFFF_0000 });
+        }
+    }
 }
 
 /// Packs rows into blocks of [`BLOCK`] (the last may be shorter), each block pair by pair.

@@ -63,6 +63,16 @@ impl Head {
         Ok(Self { hidden, vocab: weights.len() / hidden.max(1), blocks, cap })
     }
 
+    /// Whether [`Self::read`] can give these weights back, if it was packed of them.
+    pub(super) fn keeps(&self, weights: &Numbers) -> bool {
+        self.blocks.iter().all(|block| block.keeps(weights))
+    }
+
+    /// The weights of a token, from number `start` on, as they were before packing; see [`Self::keeps`].
+    pub(super) fn read(&self, token: usize, start: usize, out: &mut [f32]) {
+        self.blocks[token / COLUMNS].read(token % COLUMNS, start, out);
+    }
+
     /// Tokens of the vocabulary.
     #[must_use]
     pub fn vocab(&self) -> usize {
@@ -151,8 +161,42 @@ impl Head {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
     use crate::model::ops::kernels::floats;
+    use crate::model::ops::{Embedding, Precision, placed};
+
+    #[test]
+    fn embeddings_are_read_of_the_head_where_it_keeps_them() {
+        let (hidden, vocab) = (77, COLUMNS + 77);
+        let bf16: Vec<_> = floats(vocab * hidden, 3).into_iter().map(half::bf16::from_f32).collect();
+        let all = [Numbers::Bf16(bf16.clone()), bf16.iter().map(|v| v.to_f32()).collect::<Vec<_>>().into()];
+        let ids: Vec<u32> = (0..vocab as u32).rev().step_by(7).collect();
+        for (numbers, precision) in all.iter().flat_map(|n| [Precision::F32, Precision::Bf16, Precision::Int8].map(|p| (n, p))) {
+            let head = Arc::new(placed(None, precision, || Head::pack(hidden, numbers, None)).unwrap());
+            assert_eq!(head.keeps(numbers), precision == Precision::Bf16 && matches!(numbers, Numbers::Bf16(_)));
+            let (tied, own) = (Embedding::tied(hidden, numbers.clone(), &head).scaled(3.0), Embedding::new(hidden, numbers.clone()));
+            let (mut found, mut expected) = (vec![0.0; ids.len() * hidden], vec![0.0; ids.len() * hidden]);
+            tied.forward(&ids, &mut found).unwrap();
+            own.forward(&ids, &mut expected).unwrap();
+            assert!(found.iter().zip(&expected).all(|(a, b)| *a == 3.0 * b), "{precision:?}");
+            tied.forward_part(&ids, 33, &mut found[..ids.len() * 9]).unwrap();
+            assert!((0..9).all(|i| found[9 * 5 + i] == 3.0 * expected[5 * hidden + 33 + i]));
+            assert!(matches!(tied.forward(&[vocab as u32], &mut found[..hidden]), Err(ModelError::TokenId { .. })));
+        }
+        // What multiplies elsewhere keeps them as well.
+        let weights = super::super::bf16::Weights::pack(hidden, vocab, &|row, out| {
+            all[0].read(row * hidden, out);
+            true
+        });
+        let (mut found, mut expected) = (vec![0.0; hidden], vec![0.0; hidden]);
+        for token in [0, 47, 48, vocab - 1] {
+            weights.read(token, 0, &mut found);
+            all[0].read(token * hidden, &mut expected);
+            assert_eq!(found, expected);
+        }
+    }
 
     #[test]
     fn probabilities_and_divergences_match_f64_across_blocks_and_rows() {

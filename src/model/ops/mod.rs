@@ -15,6 +15,7 @@ mod memory;
 
 use std::cell::RefCell;
 use std::ops::Range;
+use std::sync::Arc;
 
 use rayon::prelude::*;
 
@@ -158,6 +159,27 @@ impl Linear {
             },
         );
         Packed::Panels(panels)
+    }
+
+    /// Whether [`Self::read`] can give these numbers back, if they were packed.
+    fn keeps(&self, numbers: &Numbers) -> bool {
+        match &self.weights {
+            #[cfg(target_arch = "x86_64")]
+            Packed::Tiles(weights) => weights.precision() == Precision::Bf16 && matches!(numbers, Numbers::Bf16(_)),
+            Packed::Bf16(_) => matches!(numbers, Numbers::Bf16(_)),
+            Packed::Panels(_) | Packed::Int8(_) | Packed::Device(_) => false,
+        }
+    }
+
+    /// The weights of an output, from input `start` on, as the numbers that they were packed from; see [`Self::keeps`].
+    fn read(&self, output: usize, start: usize, out: &mut [f32]) {
+        match &self.weights {
+            #[cfg(target_arch = "x86_64")]
+            Packed::Tiles(weights) => weights.read(output, start, out),
+            Packed::Bf16(weights) => weights.read(output, start, out),
+            // They keep nothing.
+            Packed::Panels(_) | Packed::Int8(_) | Packed::Device(_) => {}
+        }
     }
 
     /// Outputs of a row.
@@ -399,14 +421,40 @@ impl Numbers {
 #[derive(Debug, Clone)]
 pub struct Embedding {
     hidden: usize,
-    table: Numbers,
+    vocab: usize,
+    table: Table,
+    scale: f32,
+}
+
+/// Where embeddings lie.
+#[derive(Debug, Clone)]
+enum Table {
+    Own(Numbers),
+    /// In an output head that keeps its numbers.
+    Head(Arc<Head>),
 }
 
 impl Embedding {
     /// Takes a table of rows of `hidden` numbers as they are stored.
     #[must_use]
     pub fn new(hidden: usize, table: impl Into<Numbers>) -> Self {
-        Self { hidden, table: table.into() }
+        let table = table.into();
+        Self { hidden, vocab: table.len() / hidden.max(1), table: Table::Own(table), scale: 1.0 }
+    }
+
+    /// The embeddings that a head was packed of: there alone, where it has them as they are stored.
+    #[must_use]
+    pub fn tied(hidden: usize, table: Numbers, head: &Arc<Head>) -> Self {
+        if head.keeps(&table) {
+            return Self { hidden, vocab: head.vocab(), table: Table::Head(Arc::clone(head)), scale: 1.0 };
+        }
+        Self::new(hidden, table)
+    }
+
+    /// All embeddings times a number.
+    #[must_use]
+    pub fn scaled(self, scale: f32) -> Self {
+        Self { scale, ..self }
     }
 
     /// Writes the embedding of each id into a row of `out`.
@@ -422,12 +470,18 @@ impl Embedding {
     /// # Errors
     /// [`ModelError::TokenId`] for an id outside the table.
     pub fn forward_part(&self, ids: &[u32], start: usize, out: &mut [f32]) -> Result<(), ModelError> {
-        let (vocab, width) = (self.table.len() / self.hidden, out.len() / ids.len().max(1));
+        let (vocab, width) = (self.vocab, out.len() / ids.len().max(1));
         for (row, &id) in out.chunks_exact_mut(width.max(1)).zip(ids) {
             if id as usize >= vocab {
                 return Err(ModelError::TokenId { id, vocab });
             }
-            self.table.read(id as usize * self.hidden + start, row);
+            match &self.table {
+                Table::Own(table) => table.read(id as usize * self.hidden + start, row),
+                Table::Head(head) => head.read(id as usize, start, row),
+            }
+            if self.scale != 1.0 {
+                row.iter_mut().for_each(|v| *v *= self.scale);
+            }
         }
         Ok(())
     }
