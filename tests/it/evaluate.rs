@@ -311,3 +311,61 @@ fn sections_are_compared_at_the_ends_of_given_sentences() {
     place.write("eval.jsonl", json!({ "id": "x", "sentences": ["A b.", "C d."], "masses": [3] }).to_string().as_bytes());
     place.tool(&[&["sections"], &fixed[..]].concat()).fails(1, "row 0: its masses [3] do not add up to its 2 sentences");
 }
+
+#[test]
+fn every_command_of_the_evaluation_runs_on_the_demo_corpus() {
+    let place = Place::new();
+    let root = crate::tool::root();
+    let demo = root.join("pipelines/demo.toml").to_string_lossy().into_owned();
+    let settings = [
+        "preset=paper".to_owned(),
+        "segment.penalty=0.8".to_owned(),
+        format!("model.name={:?}", root.join("tests/tiny")),
+        format!("score.encoder={:?}", root.join("tests/golden/encoder")),
+        format!("cache.path={:?}", place.path("cache")),
+    ];
+    let tool = |command: &[&str], more: &[&str]| {
+        let sets: Vec<&str> = settings.iter().flat_map(|s| ["--set", s]).collect();
+        place.tool(&[command, &sets, more].concat()).ok()
+    };
+    let records = root.join("pipelines/demo/records.jsonl");
+    let read = json_lines(&std::fs::read(&records).unwrap());
+
+    let judged = ["--gold", "record_byte_starts", "--domain", "topic", "--methods", "pipeline,lr,embed,window_surprisal,sentence"];
+    tool(&["calibrate", &demo, "--output", "cal.toml"], &judged);
+    let found = tool(&["eval", &demo, "--overlay", "cal.toml", "--resamples", "100", "--json"], &judged);
+    let found: Value = serde_json::from_slice(&found.stdout).unwrap();
+    let units: usize = read.iter().map(|r| r["record_byte_starts"].as_array().unwrap().len()).sum();
+    assert_eq!((found["documents"].as_u64(), found["units"].as_u64()), (Some(read.len() as u64), Some(units as u64)));
+
+    let study = ["--passages", "1", "--tokens", "128", "--source", "topic", "--resamples", "20", "--prefixes", "bos", "--json"];
+    let study: Value = serde_json::from_slice(&tool(&["mechanism", &demo], &study).stdout).unwrap();
+    let topics: std::collections::HashSet<&str> = read.iter().map(|r| r["topic"].as_str().unwrap()).collect();
+    assert_eq!(study["sources"].as_u64(), Some(topics.len() as u64));
+
+    let records = records.to_string_lossy().into_owned();
+    let packing = ["--id-column", "id", "--domain", "topic", "--likeness", "words", "--min-words", "20"];
+    place.tool(&[&["streams", "build", &records, "--output", "streams"], &packing[..]].concat()).ok();
+
+    // The records' own starts are the sections of a document's sentences.
+    let lines: Vec<String> = read
+        .iter()
+        .map(|r| {
+            let (text, starts) = (r["text"].as_str().unwrap(), r["record_byte_starts"].as_array().unwrap());
+            let bounds: Vec<usize> = starts.iter().map(|s| s.as_u64().unwrap() as usize).chain([text.len()]).collect();
+            let units: Vec<Vec<&str>> = bounds.windows(2).map(|b| text[b[0]..b[1]].split_inclusive(". ").collect()).collect();
+            json!({ "id": r["id"], "sentences": units.concat(), "masses": units.iter().map(Vec::len).collect::<Vec<_>>() }).to_string()
+        })
+        .collect();
+    let (first, second) = lines.split_at(lines.len() / 2);
+    place.write("first.jsonl", first.join("\n").as_bytes());
+    place.write("second.jsonl", second.join("\n").as_bytes());
+    let sections = ["--set", "score.context=256", "--calibration", "first.jsonl", "--resamples", "20", "--json"];
+    let sections: Value = serde_json::from_slice(&tool(&["sections", "second.jsonl"], &sections).stdout).unwrap();
+    assert_eq!(sections["documents"].as_u64(), Some(second.len() as u64));
+
+    tool(&["view", &demo, "--output", "report.html"], &["--gold", "record_byte_starts"]);
+    assert!(std::fs::read_to_string(place.path("report.html")).unwrap().contains("rivers-1"));
+    let shown = String::from_utf8(tool(&["show", &demo], &["--doc", "rivers-1"]).stdout).unwrap();
+    assert!(shown.starts_with("rivers-1: "), "{shown}");
+}
