@@ -54,6 +54,15 @@ impl Way {
         static BEST: OnceLock<Way> = OnceLock::new();
         *BEST.get_or_init(|| Self::available()[0])
     }
+
+    /// What four integers of a row are combined with: dot products take rows unsigned, their numbers and 128.
+    fn flip(self) -> u32 {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Dot => 0x8080_8080,
+            _ => 0,
+        }
+    }
 }
 
 /// Weights in panels of [`PANEL`] columns: for each four inputs, four integers of each column.
@@ -99,7 +108,8 @@ impl Weights {
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     rotated: Block<f32>,
-    rows: Block<u8>,
+    row: Block<u8>,
+    rows: Block<u32>,
     scales: Block<f32>,
 }
 
@@ -114,10 +124,20 @@ pub(super) fn product(way: Way, x: Rows<'_>, weights: &Weights, scratch: &mut Sc
         let inputs = ROUND.min(x.width - at);
         let width = inputs.next_multiple_of(SPREAD);
         scratch.rotated.reserve(width);
-        scratch.rows.reserve(x.rows * width);
+        scratch.row.reserve(width);
+        scratch.rows.reserve(x.rows * width / 4);
         scratch.scales.reserve(x.rows);
-        for (r, (row, scale)) in scratch.rows.chunks_exact_mut(width).zip(scratch.scales.iter_mut()).take(x.rows).enumerate() {
-            *scale = quantise(Isa::best(), &x.data[r * x.stride + at..][..inputs], &mut scratch.rotated, row, SPREAD);
+        // Blocks of [`BLOCK`] rows (the last may be shorter), each four integers by four.
+        for first in (0..x.rows).step_by(BLOCK) {
+            let rows = BLOCK.min(x.rows - first);
+            let block = &mut scratch.rows[first * width / 4..(first + rows) * width / 4];
+            for r in 0..rows {
+                let source = &x.data[(first + r) * x.stride + at..][..inputs];
+                scratch.scales[first + r] = quantise(Isa::best(), source, &mut scratch.rotated, &mut scratch.row[..width], SPREAD);
+                for (column, four) in block.chunks_exact_mut(rows).zip(scratch.row.as_chunks::<4>().0) {
+                    column[r] = u32::from_le_bytes(*four) ^ way.flip();
+                }
+            }
         }
         let store = if round == 0 { store } else { Store::Add };
         for (p, panel) in weights.words.chunks_exact(PANEL * all / 4).enumerate() {
@@ -125,8 +145,7 @@ pub(super) fn product(way: Way, x: Rows<'_>, weights: &Weights, scratch: &mut Sc
             for first in (0..x.rows).step_by(BLOCK) {
                 let rows = BLOCK.min(x.rows - first);
                 let tile = Tile {
-                    x: &scratch.rows[first * width..(first + rows) * width],
-                    width,
+                    x: &scratch.rows[first * width / 4..(first + rows) * width / 4],
                     panel: &panel[at / 4 * PANEL..(at + width) / 4 * PANEL],
                     offsets: &weights.offsets[(p * rounds + round) * PANEL..][..PANEL],
                     row_scales: &scratch.scales[first..first + rows],
@@ -151,8 +170,7 @@ pub(super) fn product(way: Way, x: Rows<'_>, weights: &Weights, scratch: &mut Sc
 
 /// A block of rows and a panel, in one round.
 struct Tile<'a> {
-    x: &'a [u8],
-    width: usize,
+    x: &'a [u32],
     panel: &'a [u32],
     offsets: &'a [i32],
     row_scales: &'a [f32],
@@ -183,26 +201,31 @@ impl Tile<'_> {
         // SAFETY: there are as many offsets as a panel has columns.
         let start: [__m512i; 3] = std::array::from_fn(|c| unsafe { _mm512_loadu_si512(self.offsets[c * 16..][..16].as_ptr().cast()) });
         let mut acc = [start; R];
-        let rows: [&[[u8; 4]]; R] = std::array::from_fn(|r| self.x[r * self.width..][..self.width].as_chunks::<4>().0);
-        for (i, panel) in self.panel.as_chunks::<PANEL>().0.iter().enumerate().take(self.width / 4) {
+        for (x, panel) in self.x.as_chunks::<R>().0.iter().zip(self.panel.as_chunks::<PANEL>().0) {
             // SAFETY: a panel has 48 words a step.
             let b: [__m512i; 3] = std::array::from_fn(|c| unsafe { _mm512_loadu_si512(panel.as_ptr().add(c * 16).cast()) });
-            for (acc, row) in acc.iter_mut().zip(&rows) {
-                // Rows are unsigned here: their numbers and 128.
-                // SAFETY: `i` is below the fours of a row.
-                let a = _mm512_set1_epi32((u32::from_le_bytes(unsafe { *row.get_unchecked(i) }) ^ 0x8080_8080) as i32);
+            for (acc, x) in acc.iter_mut().zip(x) {
+                let a = _mm512_set1_epi32(*x as i32);
                 for (acc, b) in acc.iter_mut().zip(&b) {
                     *acc = _mm512_dpbusd_epi32(*acc, a, *b);
                 }
             }
         }
         for (r, acc) in acc.iter().enumerate() {
-            let mut sums = [0; PANEL];
-            for (sums, acc) in sums.as_chunks_mut::<16>().0.iter_mut().zip(acc) {
-                // SAFETY: 16 words.
-                unsafe { _mm512_storeu_si512(sums.as_mut_ptr().cast(), *acc) };
+            let line = &mut out[r * stride..][..self.columns];
+            let row_scale = _mm512_set1_ps(self.row_scales[r]);
+            for (c, acc) in acc.iter().enumerate() {
+                let left = self.columns.saturating_sub(c * 16).min(16);
+                let mask = ((1_u32 << left) - 1) as __mmask16;
+                let at = line.as_mut_ptr().wrapping_add(c * 16);
+                // SAFETY: there are as many scales as a panel has columns; the mask keeps loads and stores inside the line.
+                unsafe {
+                    let scales = _mm512_loadu_ps(self.column_scales[c * 16..][..16].as_ptr());
+                    let value = _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(*acc), row_scale), scales);
+                    let value = if self.store == Store::Add { _mm512_add_ps(_mm512_maskz_loadu_ps(mask, at), value) } else { value };
+                    _mm512_mask_storeu_ps(at, mask, value);
+                }
             }
-            self.write(r, &sums, out, stride);
         }
     }
 
@@ -210,12 +233,13 @@ impl Tile<'_> {
     #[target_feature(enable = "avx2")]
     fn avx2(&self, out: &mut [f32], stride: usize) {
         use std::arch::x86_64::*;
-        for (r, x) in self.x.chunks_exact(self.width).enumerate() {
+        let rows = self.row_scales.len();
+        for r in 0..rows {
             let mut sums = [0; PANEL];
             for (half, sums) in sums.as_chunks_mut::<24>().0.iter_mut().enumerate() {
                 let mut acc = [_mm256_setzero_si256(); 3];
-                for (x, panel) in x.as_chunks::<4>().0.iter().zip(self.panel.as_chunks::<PANEL>().0) {
-                    let x = _mm256_set1_epi32(i32::from_le_bytes(*x));
+                for (x, panel) in self.x.iter().skip(r).step_by(rows).zip(self.panel.as_chunks::<PANEL>().0) {
+                    let x = _mm256_set1_epi32(*x as i32);
                     let size = _mm256_abs_epi8(x);
                     for (c, acc) in acc.iter_mut().enumerate() {
                         // SAFETY: a panel has 48 words a step.
@@ -235,12 +259,13 @@ impl Tile<'_> {
     }
 
     fn portable(&self, out: &mut [f32], stride: usize) {
-        for (r, x) in self.x.chunks_exact(self.width).enumerate() {
+        let rows = self.row_scales.len();
+        for r in 0..rows {
             let mut sums = [0; PANEL];
-            for (x, panel) in x.as_chunks::<4>().0.iter().zip(self.panel.as_chunks::<PANEL>().0) {
+            for (x, panel) in self.x.iter().skip(r).step_by(rows).zip(self.panel.as_chunks::<PANEL>().0) {
                 for (sum, w) in sums.iter_mut().zip(panel) {
-                    let product = |(x, w): (&u8, u8)| i32::from(*x as i8) * i32::from(w as i8);
-                    *sum += x.iter().zip(w.to_le_bytes()).map(product).sum::<i32>();
+                    let product = |(x, w): (u8, u8)| i32::from(x as i8) * i32::from(w as i8);
+                    *sum += x.to_le_bytes().into_iter().zip(w.to_le_bytes()).map(product).sum::<i32>();
                 }
             }
             self.write(r, &sums, out, stride);
