@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use rayon::prelude::*;
 
 use super::Row;
-use super::kernels::{BLOCK, Isa, PANEL, Rows, Store, dot_pairs, round_bf16};
+use super::kernels::{BLOCK, Isa, PANEL, Rows, Store, dot_pairs, pair, round_pairs};
 use super::memory::Block;
 
 /// How products are computed.
@@ -39,12 +39,6 @@ impl Way {
         static BEST: OnceLock<Way> = OnceLock::new();
         *BEST.get_or_init(|| Self::available()[0])
     }
-}
-
-/// Two numbers side by side, the first in the lower half.
-#[inline(always)]
-fn pair(values: &[f32]) -> u32 {
-    round_bf16(values[0]) >> 16 | values.get(1).map_or(0, |v| round_bf16(*v))
 }
 
 /// Weights in panels of [`PANEL`] columns: for each two steps of k, a pair of each column.
@@ -85,14 +79,16 @@ impl Weights {
 /// Packs rows into blocks of [`BLOCK`] (the last may be shorter), each block pair by pair.
 fn pack_rows(x: Rows<'_>, packed: &mut Block<u32>) {
     let steps = x.width.div_ceil(2);
-    packed.reserve(x.rows * steps);
+    packed.reserve((x.rows + 1) * steps);
+    // The row at hand lies behind all others.
+    let (packed, row) = packed.split_at_mut(x.rows * steps);
     for first in (0..x.rows).step_by(BLOCK) {
         let rows = BLOCK.min(x.rows - first);
         let block = &mut packed[first * steps..(first + rows) * steps];
         for r in 0..rows {
-            let source = &x.data[(first + r) * x.stride..][..x.width];
-            for (column, values) in block.chunks_exact_mut(rows).zip(source.chunks(2)) {
-                column[r] = pair(values);
+            round_pairs(Isa::best(), &x.data[(first + r) * x.stride..][..x.width], row);
+            for (column, pair) in block.chunks_exact_mut(rows).zip(&*row) {
+                column[r] = *pair;
             }
         }
     }

@@ -594,6 +594,28 @@ pub(super) fn round_bf16(v: f32) -> u32 {
     bits.wrapping_add(0x7fff + (bits >> 16 & 1)) & 0xffff_0000
 }
 
+/// Two numbers side by side, the first in the lower half.
+#[inline(always)]
+pub(super) fn pair(values: &[f32]) -> u32 {
+    round_bf16(values[0]) >> 16 | values.get(1).map_or(0, |v| round_bf16(*v))
+}
+
+dispatched! {
+    /// Rounds to bf16, two numbers side by side: a [`pair`] for each two.
+    fn round_pairs(x: &[f32], out: &mut [u32]) = round_pairs_body
+}
+
+#[inline(always)]
+fn round_pairs_body<const F: bool>(x: &[f32], out: &mut [u32]) {
+    let (twos, rest) = x.as_chunks::<2>();
+    for (out, two) in out.iter_mut().zip(twos) {
+        *out = pair(two);
+    }
+    if let Some(out) = out.get_mut(twos.len()).filter(|_| !rest.is_empty()) {
+        *out = pair(rest);
+    }
+}
+
 #[inline(always)]
 fn split_parts_body<const F: bool>(x: &[f32], parts: &mut [u16]) {
     let (first, rest) = parts.split_at_mut(x.len());
